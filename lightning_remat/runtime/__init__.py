@@ -1,0 +1,1 @@
+"""What happens around a step: entering the tape, finding blocks, checking options, measuring memory."""

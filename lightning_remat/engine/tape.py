@@ -31,6 +31,7 @@ from lightning_remat.engine.rules import Rule, rule_for
 from lightning_remat.engine.values import (
     PACKED,
     PARAMETER,
+    SPLIT,
     STALE,
     Blank,
     Extra,
@@ -54,7 +55,9 @@ WRITE = 5  # changes an argument; the new content is dropped where it can be
 WRITE_ASK = 6
 WRITE_KEEP = 7
 BLANK = 8  # makes uninitialised memory
-HIGHER = 9  # a higher-order op: like PASS, but it is no overload
+SPLITS = 9  # makes views with version counters of their own
+LAZY = 10  # makes a view with a conjugate or negative bit
+HIGHER = 11  # a higher-order op: like PASS, but it is no overload
 
 Ask = Callable[[Rule, Any], bool]
 """(rule, outputs) -> whether to drop them."""
@@ -193,9 +196,17 @@ class Tape(TorchDispatchMode):
     def _dispatch_rest(self, action: int, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if action == HIGHER:
             return func(*args, **kwargs)
+        if action == LAZY:
+            self.bits = True  # from now on references carry lazy conjugation and negation
+            return func(*args, **kwargs)
+        if action == SPLITS:
+            value = self.dropped.get(weakref(args[0].untyped_storage()))
+            if value is not None:
+                value.flags |= SPLIT
+            return func(*args, **kwargs)
         rule = rule_for(func)
         grad = _grad_enabled()
-        if action >= WRITE and action != BLANK:
+        if WRITE <= action <= WRITE_KEEP:
             return self._write(action, func, rule, args, kwargs, grad)
         if action == BLANK:
             out = func(*args, **kwargs)
@@ -213,15 +224,14 @@ class Tape(TorchDispatchMode):
         if rule.hidden:
             self._before_hidden_write(rule, args)
         out = func(*args, **kwargs)
-        # A copy to another device crosses the bus: kept.
-        if not keep and kwargs.get("device") is None and (action != ASK or self.decide(rule, out)):
+        if rule.transfers and kwargs.get("device") is not None:
+            keep = True  # it may cross the bus
+        if not keep and (action != ASK or self.decide(rule, out)):
             self._record(func, args, kwargs, out, rng, rule)
         return out
 
     def _learn(self, func: Any) -> int:
         rule = rule_for(func)
-        if rule.name in ("aten._conj.default", "aten._neg_view.default"):
-            self.bits = True  # from now on references carry lazy conjugation and negation
         action = self.actions[func] = self.actions.make(rule)
         return action
 
@@ -461,7 +471,7 @@ class Tape(TorchDispatchMode):
         value.op = op
         value.tensor = None
         value.version = None
-        value.flags = 0
+        value.flags = overwritten[0].flags & SPLIT if overwritten else 0
         filled = op.args[0].__class__ is Blank
         value.geometry = geometry_of(target) if filled else overwritten[0].geometry
         op.outs = ((0, weakref(value)),)
@@ -558,5 +568,5 @@ def _state(rule: Rule, args: Any, kwargs: dict[str, Any]) -> RecordedState | Non
 
 def _mark_stale(values: list[Value]) -> None:
     for value in values:
-        if value.flags & PACKED:
+        if value.flags & PACKED and not value.flags & SPLIT:
             value.flags |= STALE

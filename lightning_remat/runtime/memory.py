@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch._C._autograd import _profiler_enabled
 from torch._C._profiler import _ExtraFields_Allocation, _ProfilerEvent
 from torch.profiler import ProfilerActivity, profile
 
@@ -56,7 +57,8 @@ def measure_peak(fn: Callable[[], object], device: torch.device | str = "cpu") -
 
     Raises:
         ValueError: If the device is neither a CPU nor a CUDA device.
-        RuntimeError: If this process profiles already; PyTorch has one profiler at a time.
+        RuntimeError: If this thread is being profiled already. PyTorch has one profiler at a time, and a second one would
+            silently take away the events of the first.
 
     Whatever ``fn`` raises is passed on, with the profiler switched off.
 
@@ -65,6 +67,11 @@ def measure_peak(fn: Callable[[], object], device: torch.device | str = "cpu") -
     1000
     """
     where = _checked_device(device)
+    if _profiler_enabled():
+        raise RuntimeError(
+            "measure_peak needs PyTorch's profiler, which is running already: call it outside of the profiled code, "
+            "or switch that profiler off (in Lightning: Trainer(profiler=None))."
+        )
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     before = _allocated_on_cuda(where)
     with _without_profiler_chatter():
@@ -110,7 +117,7 @@ def _timeline(profiler: profile, where: torch.device) -> Iterator[tuple[float, i
     """The profiler's memory events of one device as running totals."""
     inner = profiler.profiler
     if inner is None or inner.kineto_results is None:
-        raise RuntimeError("The profiler returned no result: another profiler was running in this process.")
+        raise RuntimeError("The measured code stopped the profiler, so that its memory could not be counted.")
     results = inner.kineto_results
     start = results.trace_start_ns()
     events = [event for event in _allocations(results.experimental_event_tree()) if _is_on(event[2], where)]

@@ -108,6 +108,16 @@ def test_an_unknown_device_names_the_supported_ones() -> None:
     assert not ran
 
 
+def test_a_running_profiler_is_not_disturbed() -> None:
+    """A second profiler would take the first one's events away, so this is refused."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        with pytest.raises(RuntimeError, match="running already"):
+            measure_peak(lambda: block(1))
+        block(1)
+
+    assert any(event.name == "aten::empty" for event in profiler.events())
+
+
 def test_stderr_of_the_code_stays_and_the_profilers_own_lines_do_not(capfd: pytest.CaptureFixture[str]) -> None:
     """Kineto's start and stop messages would break a progress bar."""
     measure_peak(lambda: sys.stderr.write("mine\n"))

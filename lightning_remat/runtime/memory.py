@@ -57,8 +57,8 @@ def measure_peak(fn: Callable[[], object], device: torch.device | str = "cpu") -
 
     Raises:
         ValueError: If the device is neither a CPU nor a CUDA device.
-        RuntimeError: If this thread is being profiled already. PyTorch has one profiler at a time, and a second one would
-            silently take away the events of the first.
+        RuntimeError: If this thread is being profiled already. PyTorch has one profiler at a time, and a second one
+            would silently take away the events of the first.
 
     Whatever ``fn`` raises is passed on, with the profiler switched off.
 
@@ -74,8 +74,11 @@ def measure_peak(fn: Callable[[], object], device: torch.device | str = "cpu") -
         )
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     before = _allocated_on_cuda(where)
+    older = torch.empty(1)
     with _without_profiler_chatter():
         profiler.start()
+        # The allocator warns at the first, and at every thousandth, release of something older than the profile.
+        del older
     try:
         fn()
         if where.type == "cuda":
@@ -120,31 +123,37 @@ def _timeline(profiler: profile, where: torch.device) -> Iterator[tuple[float, i
         raise RuntimeError("The measured code stopped the profiler, so that its memory could not be counted.")
     results = inner.kineto_results
     start = results.trace_start_ns()
-    events = [event for event in _allocations(results.experimental_event_tree()) if _is_on(event[2], where)]
+    events = list(_allocations(results.experimental_event_tree(), where))
     events.sort(key=lambda event: event[0])
+    born: set[int] = set()
     live = 0
     seconds = 0.0
     yield seconds, live
-    for at, size, _ in events:
+    for at, pointer, size in events:
+        if size > 0:
+            born.add(pointer)
+        elif where.type == "cpu" and pointer not in born:
+            # The CPU's allocator knows the size of this one because an earlier profile saw it come.
+            continue
+        else:
+            born.discard(pointer)
         live += size
         seconds = max(seconds, (at - start) / 1e9)
         yield seconds, live
 
 
-def _allocations(events: list[_ProfilerEvent]) -> Iterator[tuple[int, int, torch.device]]:
-    """``(time in ns, bytes, device)`` of each allocation, and with negative bytes of each release, in no fixed order."""
+def _allocations(events: list[_ProfilerEvent], where: torch.device) -> Iterator[tuple[int, int, int]]:
+    """``(time in ns, address, bytes)`` of each allocation on ``where``, releases with negative bytes, in any order."""
     stack = list(events)
     while stack:
         event = stack.pop()
         stack.extend(event.children)
         fields = event.extra_fields
-        if isinstance(fields, _ExtraFields_Allocation):
-            yield event.start_time_ns, fields.alloc_size, fields.device
-
-
-def _is_on(device: torch.device, where: torch.device) -> bool:
-    # The events of the CPU's allocator carry an index that means nothing.
-    return device.type == where.type and (where.type == "cpu" or device.index == where.index)
+        if not isinstance(fields, _ExtraFields_Allocation) or fields.device.type != where.type:
+            continue
+        # The events of the CPU's allocator carry an index that means nothing.
+        if where.type == "cpu" or fields.device.index == where.index:
+            yield event.start_time_ns, fields.ptr, fields.alloc_size
 
 
 @contextmanager
@@ -152,8 +161,9 @@ def _without_profiler_chatter() -> Iterator[None]:
     """Hold back the lines that Kineto prints from C++ when it starts and stops.
 
     torch 2.13 writes "USDT:... profiler_start" on file descriptor 2 at every start, in the middle of any progress bar.
-    Its switch, ``KINETO_LOG_LEVEL``, is read while torch is imported, which is long past here. All other lines that
-    arrive meanwhile are written out afterwards.
+    Its switch, ``KINETO_LOG_LEVEL``, is read while torch is imported, which is long past here. The same holds for what
+    the CPU's allocator says about memory older than the profile. All other lines that arrive meanwhile are written out
+    afterwards.
     """
     try:
         sys.stderr.flush()
@@ -170,5 +180,5 @@ def _without_profiler_chatter() -> Iterator[None]:
             os.close(saved)
             held.seek(0)
             for line in held:
-                if not line.startswith((b"USDT:", b"STAGE:")):
+                if not line.startswith((b"USDT:", b"STAGE:")) and b"CPUAllocator.cpp" not in line:
                     os.write(2, line)

@@ -56,6 +56,18 @@ def test_what_lived_before_is_not_counted() -> None:
     assert min(live for _, live in result.timeline) == 0
 
 
+def test_what_an_earlier_measurement_left_is_not_counted() -> None:
+    """The CPU's allocator remembers what it handed out under an earlier profile and reports its release."""
+    left: list[torch.Tensor] = []
+    measure_peak(lambda: left.append(block(50)))
+
+    def work() -> None:
+        left.clear()
+        block(1)
+
+    assert [live // KB for _, live in measure_peak(work).timeline] == [0, 1, 0]
+
+
 def test_what_stays_alive_is_left_over() -> None:
     """Memory that outlives the code is in the last entry; a returned value is dropped."""
     kept: list[torch.Tensor] = []
@@ -103,7 +115,7 @@ def test_an_error_passes_through_and_the_next_measurement_works() -> None:
 def test_an_unknown_device_names_the_supported_ones() -> None:
     """Devices whose allocators are not counted are refused before the code runs."""
     ran: list[bool] = []
-    with pytest.raises(ValueError, match="device='meta'.*cpu and cuda"):
+    with pytest.raises(ValueError, match=r"device='meta'.*cpu and cuda"):
         measure_peak(lambda: ran.append(True), "meta")
     assert not ran
 
@@ -119,8 +131,14 @@ def test_a_running_profiler_is_not_disturbed() -> None:
 
 
 def test_stderr_of_the_code_stays_and_the_profilers_own_lines_do_not(capfd: pytest.CaptureFixture[str]) -> None:
-    """Kineto's start and stop messages would break a progress bar."""
-    measure_peak(lambda: sys.stderr.write("mine\n"))
+    """The messages of Kineto and of the allocator would break a progress bar."""
+    older = [block(1)]
+
+    def work() -> None:
+        older.clear()
+        sys.stderr.write("mine\n")
+
+    measure_peak(work)
     sys.stderr.flush()
 
     assert capfd.readouterr().err == "mine\n"

@@ -355,7 +355,7 @@ def main(
     console.print()
     console.print(table(outcomes, title=title, device=where, steps=steps, seed=seed))
     curves = [Curve(one.policy, one.memory, one.forward_seconds) for one in outcomes if one.memory]
-    console.print(draw_memory(curves, target, title), soft_wrap=True)
+    console.print(draw_memory(curves, target, title), soft_wrap=True, markup=False, highlight=False)
     if any(differences(one, outcomes[0]) for one in outcomes):
         raise typer.Exit(1)
 

@@ -29,7 +29,7 @@ def draw_memory(curves: list[Curve], path: Path, title: str) -> str:
     try:
         import matplotlib
     except ModuleNotFoundError:
-        return "No plot: matplotlib is not installed. Get it with the plot extra: pip install 'lightning-remat\\[plot]'"
+        return "No plot: matplotlib is not installed. Get it with the plot extra: pip install 'lightning-remat[plot]'"
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 

@@ -1,1 +1,1 @@
-"""What is known only while training runs: memory of the device, and what follows from it."""
+"""What happens around a step: entering the tape, finding blocks, checking options, measuring memory."""

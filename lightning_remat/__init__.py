@@ -1,0 +1,25 @@
+"""lightning-remat: training that fits in memory, with results bit for bit those of plain training.
+
+Importing it makes ``Trainer(strategy="remat")`` and ``"remat_ddp"`` known to Lightning.
+"""
+
+from lightning_remat.engine.policies import OpInfo
+from lightning_remat.errors import ConfigurationError, RematError, ReplayError
+from lightning_remat.integrations.callback import RematCallback
+from lightning_remat.integrations.strategy import RematStrategy, register
+from lightning_remat.reporting.kept import print_kept
+from lightning_remat.runtime.session import Remat, StepStats
+
+__all__ = [
+    "ConfigurationError",
+    "OpInfo",
+    "Remat",
+    "RematCallback",
+    "RematError",
+    "RematStrategy",
+    "ReplayError",
+    "StepStats",
+    "print_kept",
+]
+
+register()

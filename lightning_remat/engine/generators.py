@@ -1,0 +1,66 @@
+"""Which random generator an op draws from, and running an op again from a recorded state of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+RecordedState = tuple[torch.Generator, Tensor]
+"""A generator and its state before an op drew from it (5 KB on the CPU, 16 bytes on CUDA)."""
+
+
+class NoGenerator(Exception):
+    """The device's generator is not known, so a random op on it cannot be run again."""
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that random ops on ``device`` use when they are given none.
+
+    Raises:
+        NoGenerator: the device's module does not show one.
+    """
+    if device.type == "cpu":
+        return torch.default_generator
+    if device.type == "mps":
+        return torch.mps._get_default_mps_generator()
+    module = getattr(torch, device.type, None)
+    generators = getattr(module, "default_generators", None)
+    if not generators:
+        raise NoGenerator(device.type)
+    index = device.index if device.index is not None else module.current_device()  # type: ignore[union-attr]
+    generator: torch.Generator = generators[index]
+    return generator
+
+
+def state_before(args: Any, kwargs: dict[str, Any]) -> RecordedState:
+    """The generator that a random op with these arguments is about to draw from, and its state now.
+
+    Raises:
+        NoGenerator: see :func:`default_generator`.
+    """
+    generator = kwargs.get("generator")
+    device: torch.device | None = kwargs.get("device")
+    for a in args:
+        if isinstance(a, torch.Generator):
+            generator = a
+        elif device is None and isinstance(a, Tensor):
+            device = a.device
+    if generator is None:
+        generator = default_generator(torch.device(device) if device is not None else torch.get_default_device())
+    return generator, generator.get_state()
+
+
+@contextmanager
+def rewound(recorded: RecordedState) -> Iterator[None]:
+    """Run something from a recorded generator state; the user's stream goes on afterwards as if it had not run."""
+    generator, state = recorded
+    now = generator.get_state()
+    generator.set_state(state)
+    try:
+        yield
+    finally:
+        generator.set_state(now)

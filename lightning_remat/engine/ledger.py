@@ -1,0 +1,190 @@
+"""The ledger of a step: which op in which module made what, and what became of it.
+
+Kept for the first step under a policy only, since looking up modules costs host time; bytes are exact, counted once per
+storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref as weakref
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
+
+from lightning_remat.engine.replay import Clock
+from lightning_remat.engine.rules import rule_for
+from lightning_remat.engine.tape import Tape
+from lightning_remat.engine.values import Op, Ref, Value
+
+
+@dataclass
+class Line:
+    """What one kind of op in one module did in a step; bytes and seconds are totals over its calls."""
+
+    module: str
+    op: str
+    kind: str
+    calls: int = 0
+    kept_bytes: int = 0
+    dropped_bytes: int = 0
+    replayed_ops: int = 0
+    replay_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One storage that autograd saved: its size in bytes, how it was used, and where it comes from."""
+
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    module: str
+    op: str
+    dropped: bool
+
+
+class ModuleStack:
+    """Which module is running, by qualified name; found through global hooks, which cost host time while in place."""
+
+    def __init__(self) -> None:
+        self.names: dict[int, str] = {}
+        self.stack: list[str] = []
+
+    def name(self, root: nn.Module) -> None:
+        """Learn the names of a root's submodules; several roots are told apart by their class."""
+        prefix = f"{type(root).__name__}." if self.names else ""
+        for name, module in root.named_modules():
+            self.names.setdefault(id(module), f"{prefix}{name}".rstrip("."))
+
+    @property
+    def current(self) -> str:
+        """Qualified name of the innermost running module, ``""`` outside of any."""
+        return self.stack[-1] if self.stack else ""
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Follow every module call."""
+
+        def enter(module: nn.Module, args: Any) -> None:
+            if id(module) not in self.names:
+                self.name(module)
+            self.stack.append(self.names[id(module)])
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if self.stack:
+                self.stack.pop()
+
+        handles = [
+            module_hooks.register_module_forward_pre_hook(enter),
+            module_hooks.register_module_forward_hook(leave, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self.stack.clear()
+
+
+class Ledger:
+    """Books of one step: :attr:`lines` by (module, op), and every storage that autograd saved."""
+
+    def __init__(self, modules: ModuleStack) -> None:
+        self.modules = modules
+        self.lines: dict[tuple[str, str], Line] = {}
+        self.saved: list[Saved] = []
+        self._made: dict[Any, tuple[str, str]] = {}  # storage -> (module, op) that made it
+        self._counted: dict[Any, None] = {}
+
+    def line(self, module: str, op: str) -> Line:
+        """The books of one kind of op in one module."""
+        key = (module, op)
+        found = self.lines.get(key)
+        if found is None:
+            found = self.lines[key] = Line(module, op, "")
+        return found
+
+    def made(self, func: Any, out: Any) -> None:
+        """An op has run."""
+        rule = rule_for(func)
+        module = self.modules.current
+        line = self.line(module, rule.name)
+        line.calls += 1
+        line.kind = rule.kind
+        if rule.form == "view":
+            return
+        for o in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(o, Tensor) and o.layout is torch.strided:
+                key = weakref(o.untyped_storage(), self._made.pop)
+                self._made[key] = (module, rule.name)
+
+    def recorded(self, op: Op, args: Any, kwargs: Any, out: Any) -> None:
+        """The tape has dropped what an op made."""
+        module, name = self.modules.current, rule_for(op.func).name
+        op.label = (module, name)
+        line = self.line(module, name)
+        for _, reference in op.outs:
+            value = reference()
+            if value is not None:
+                line.dropped_bytes += value.nbytes
+
+    def packed(self, tensor: Tensor, packed: Any) -> None:
+        """Autograd has saved a tensor."""
+        if tensor.layout is not torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        key = weakref(storage, self._counted_pop)
+        if key in self._counted:
+            return
+        self._counted[key] = None
+        module, op = self._made.get(weakref(storage), ("", "input, parameter or buffer"))
+        dropped = packed.__class__ is Ref
+        nbytes = storage.nbytes()
+        self.saved.append(Saved(nbytes, tuple(tensor.shape), tensor.dtype, module, op, dropped))
+        if not dropped and weakref(storage) in self._made:
+            self.line(module, op).kept_bytes += nbytes
+
+    def kept(self, tensor: Tensor, value: Value) -> None:
+        """A dropped value is kept after all: a boundary."""
+        made = self._made.get(weakref(tensor.untyped_storage()))
+        if made is not None:
+            line = self.line(*made)
+            line.dropped_bytes -= value.nbytes
+            line.kept_bytes += value.nbytes
+
+    def _counted_pop(self, key: Any) -> None:
+        self._counted.pop(key, None)
+
+    def replayed(self, op: Op, seconds: float) -> None:
+        """A recorded op was run again."""
+        label = getattr(op, "label", None)
+        if label is not None:
+            line = self.line(*label)
+            line.replayed_ops += 1
+            line.replay_seconds += seconds
+
+    def close(self) -> None:
+        """Forget storages; the figures stay."""
+        self._made.clear()
+        self._counted.clear()
+
+
+class LedgerTape(Tape):
+    """A tape that keeps a ledger of everything it sees."""
+
+    def __init__(self, clock: Clock, ledger: Ledger) -> None:
+        super().__init__(clock)
+        self.ledger = ledger
+        self.observers.append(ledger)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run and record the op as the plain tape does, and book it."""
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if not self.paused:
+            self.ledger.made(func, out)
+        return out

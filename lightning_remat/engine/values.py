@@ -1,0 +1,134 @@
+"""Values, the ops that make them, and references to them.
+
+A *value* is the content of one storage at one point in time. Views are not values: a *reference* is a value plus the
+geometry (size, stride, offset, dtype) under which it was used. Nothing here points back, so that everything is freed
+by reference count alone::
+
+    packed reference (held by autograd) ──> Value ──> Op ──> references to its inputs ──> Value ...
+                                            Value <┄┄ Op     (weak)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import ref as weakref
+
+import torch
+from torch import Tensor
+
+from lightning_remat.errors import MODIFIED, ReplayError
+
+Geometry = tuple[Any, Any, Any, torch.dtype]
+"""(size, stride, storage offset, dtype) as a tensor reports them."""
+
+
+class Value:
+    """The content of one storage at one time.
+
+    ``tensor`` is set while the content is there: always for a leaf (a value that the tape did not compute, or was told
+    to keep), and from its replay on for a dropped one. ``op`` is set while the content is absent and can be made.
+    """
+
+    __slots__ = ("__weakref__", "geometry", "nbytes", "op", "owned", "packed", "stale", "tensor", "version")
+
+    tensor: Tensor | None
+    op: Op | None
+    geometry: Geometry | None  # of ``tensor``, or of what the op returned
+    version: int | None  # of a leaf: its version counter when it was first referenced; None: do not check
+    packed: bool  # autograd has saved it
+    stale: bool  # written to after autograd had saved it
+    owned: bool  # ``tensor`` was made by a replay, and a replay may write into it
+    nbytes: int  # size of the storage when it was dropped
+
+
+class Op:
+    """One recorded op: what to call, and on what."""
+
+    __slots__ = ("args", "func", "index", "kwargs", "label", "outs", "rng", "rule")
+
+    func: Any
+    args: list[Any]  # tensors are replaced by Ref (or Blank)
+    kwargs: dict[str, Any] | None
+    rng: tuple[torch.Generator, Tensor] | None  # the generator and its state before the op ran
+    outs: tuple[tuple[int, weakref[Value]], ...]  # (position among the outputs, value)
+    index: int  # order of execution
+    rule: Any  # None for ops that need nothing special
+    label: Any  # (module, op name) while a ledger is kept, else unset
+
+
+class Ref(tuple[Any, ...]):
+    """(value, geometry): a tensor argument, or what autograd holds in place of a saved tensor.
+
+    A tuple, since making one is most of what recording costs.
+    """
+
+    __slots__ = ()
+
+
+class Blank(tuple[Any, ...]):
+    """(size, stride, dtype, device) of an uninitialised tensor that the recorded op fills."""
+
+    __slots__ = ()
+
+    def allocate(self) -> Tensor:
+        """A new tensor of that geometry, content undefined."""
+        size, stride, dtype, device = self
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+def geometry_of(tensor: Tensor) -> Geometry:
+    """The geometry under which ``tensor`` shows its storage; a conjugate or negative bit is a fifth entry."""
+    flags = (tensor.is_conj(), tensor.is_neg())
+    geometry = (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+    return geometry if flags == (False, False) else (*geometry, flags)  # type: ignore[return-value]
+
+
+def view_of(value: Value, geometry: Geometry) -> Tensor:
+    """The content of a present value under ``geometry``; the same storage, never a copy."""
+    tensor = value.tensor
+    assert tensor is not None
+    if value.geometry == geometry:
+        return tensor
+    if tensor.dtype is geometry[3] and len(geometry) == 4 and not (tensor.is_conj() or tensor.is_neg()):
+        return tensor.as_strided(geometry[0], geometry[1], geometry[2])
+    return from_storage(tensor.untyped_storage(), geometry, tensor.device)
+
+
+def from_storage(storage: torch.UntypedStorage, geometry: Geometry, device: torch.device) -> Tensor:
+    """A tensor of any dtype over the bytes of ``storage`` (view_as_real, view(dtype), lazy bits included)."""
+    out = torch.empty(0, dtype=geometry[3], device=device)
+    out.set_(storage, geometry[2], geometry[0], geometry[1])  # type: ignore[call-overload]
+    if len(geometry) == 5:
+        conj, neg = geometry[4]
+        out = torch._conj(out) if conj else out
+        out = torch._neg_view(out) if neg else out
+    return out
+
+
+def storage_copy(tensor: Tensor) -> Tensor:
+    """The same geometry over a copy of the whole storage, whatever part of it ``tensor`` shows."""
+    return from_storage(tensor.untyped_storage().clone(), geometry_of(tensor), tensor.device)
+
+
+def check_leaf(value: Value) -> None:
+    """Raise if a leaf that a replay reads was written to where the tape could not see it."""
+    tensor = value.tensor
+    if value.version is not None and tensor is not None and tensor._version != value.version:
+        raise ReplayError(
+            f"a tensor of shape {tuple(tensor.shape)} from which dropped values are recomputed was changed in place "
+            "between forward and backward, outside the recorded step (for instance by an optimizer step between the "
+            "two). Run that change inside the step (under the same Remat context), or keep these values: "
+            "policy='none', or a policy that keeps the ops that read it."
+        )
+
+
+def check_saved(value: Value) -> None:
+    """Raise if a value was changed after autograd saved it.
+
+    Raises:
+        RuntimeError: with PyTorch's own words; plain PyTorch raises here too.
+    """
+    if value.stale or (
+        value.version is not None and value.tensor is not None and value.tensor._version != value.version
+    ):
+        raise RuntimeError(MODIFIED)

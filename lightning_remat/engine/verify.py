@@ -1,0 +1,131 @@
+"""Verification: compute values again while the true ones are still there, and compare every bit.
+
+Two checks. An op is run twice on the same inputs as soon as it has run: a kernel that differs from run to run shows
+itself there. And a value that autograd saves is computed from what the tape has kept, exactly as backward would. What
+differs is kept from then on.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_remat.engine.generators import rewound
+from lightning_remat.engine.replay import Clock, missing_ops, restore
+from lightning_remat.engine.rules import Rule, rule_for
+from lightning_remat.engine.tape import Tape
+from lightning_remat.engine.values import Op, Ref, Value, view_of
+
+BYTES_PER_STEP = 64 * 1024**2
+"""How much is compared in one step."""
+
+
+class Verifier:
+    """What has been checked, and what differed.
+
+    Attributes:
+        checked: names of ops whose results were computed again and had the same bits.
+        different: names of ops that gave other bits; kept from then on.
+        values: number of saved values that were computed again from the tape and found equal.
+    """
+
+    def __init__(self, keep_from_now_on: Callable[[str], None]) -> None:
+        self.checked: set[str] = set()
+        self.different: set[str] = set()
+        self.values = 0
+        self._left = 0
+        self._keep = keep_from_now_on
+        self._tape: Tape | None = None
+        self._twice: set[str] = set()
+
+    def attach(self, tape: Tape) -> None:
+        """Look over a tape's shoulder for the coming step."""
+        self._left = BYTES_PER_STEP
+        self._tape = tape
+        if self not in tape.observers:
+            tape.observers.append(self)
+
+    def recorded(self, op: Op, args: Any, kwargs: Any, out: Any) -> None:
+        """Run a newly met op a second time on the same arguments."""
+        rule = rule_for(op.func)
+        if args is None or rule.name in self._twice or rule.hidden:
+            return
+        self._twice.add(rule.name)
+        with torch.no_grad():
+            if op.rng is not None:
+                with rewound(op.rng):
+                    again = op.func(*args, **(kwargs or {}))
+            else:
+                again = op.func(*args, **(kwargs or {}))
+        if not all(same_bits(a, b) for a, b in zip(_tensors(out), _tensors(again), strict=True)):
+            self._differs([rule], out)
+
+    def packed(self, tensor: Tensor, packed: Any) -> None:
+        """Compute a dropped value that autograd saves, if its ops have not all been checked."""
+        if packed.__class__ is not Ref or packed[0].tensor is not None:
+            return
+        value: Value = packed[0]
+        ops = missing_ops(value)
+        rules = [rule_for(op.func) for op in ops]
+        if self._left <= 0 or all(rule.name in self.checked for rule in rules):
+            return
+        self._left -= sum(v.nbytes for op in ops for v in _values(op))
+        if same_bits(tensor, _computed_again(value, ops, packed[1], self._tape)):
+            self.values += 1
+            self.checked.update(rule.name for rule in rules)
+        else:
+            self._differs(rules, tensor)
+
+    def kept(self, tensor: Tensor, value: Value) -> None:
+        """Nothing to check: it stays."""
+
+    def _differs(self, rules: list[Rule], out: Any) -> None:
+        names = sorted({rule.name for rule in rules})
+        self.different.update(names)
+        for name in names:
+            self._keep(name)
+        if self._tape is not None:
+            for tensor in _tensors(out):
+                self._tape.keep(tensor)
+        warnings.warn(
+            f"verify: {', '.join(names)} gave other bits when run again; the results are kept from now on.",
+            stacklevel=2,
+        )
+
+
+def _computed_again(value: Value, ops: list[Op], geometry: Any, tape: Tape | None) -> Tensor:
+    """What backward would get for ``value``; the tape is left as it was."""
+    touched = [(v, op) for op in ops for v in _values(op)]
+    paused = tape is not None and tape.paused
+    if tape is not None:
+        tape.paused = True
+    try:
+        restore(value, Clock())
+        return view_of(value, geometry).clone()
+    finally:
+        for v, op in touched:
+            v.tensor, v.op, v.owned = None, op, False
+        if tape is not None:
+            tape.paused = paused
+
+
+def _values(op: Op) -> list[Value]:
+    return [v for _, reference in op.outs if (v := reference()) is not None]
+
+
+def _tensors(out: Any) -> list[Tensor]:
+    return [o for o in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(o, Tensor)]
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype are equal in every bit; NaN equals NaN of the same bits."""
+    if a.shape != b.shape or a.dtype is not b.dtype:
+        return False
+    with torch.no_grad():
+        left, right = (t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1) for t in (a, b))
+        return bool(torch.equal(left.view(torch.uint8), right.view(torch.uint8)))
+

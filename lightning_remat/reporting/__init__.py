@@ -1,0 +1,1 @@
+"""What users are shown: tables of what is kept, dropped and recomputed."""

@@ -1,0 +1,80 @@
+"""The report of a step: per module and kind of op, what was kept, dropped and computed again."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from lightning_remat.runtime.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from lightning_remat.runtime.session import Remat
+
+
+@dataclass
+class Row:
+    """Totals of one kind of op in one module; bytes and seconds."""
+
+    kept_bytes: int = 0
+    dropped_bytes: int = 0
+    replayed_ops: int = 0
+    replay_seconds: float = 0.0
+
+
+def rows_of(remat: Remat) -> dict[tuple[str, str], Row]:
+    """The report's rows by (module, kind of op), in order of first use. Repeated blocks are summed under one name."""
+    ledger = remat.ledger
+    rows: dict[tuple[str, str], Row] = defaultdict(Row)
+    if ledger is None:
+        return rows
+    for line in ledger.lines.values():
+        if line.kept_bytes or line.dropped_bytes or line.replayed_ops:
+            row = rows[_folded(line.module, remat.blocks), line.kind]
+            row.kept_bytes += line.kept_bytes
+            row.dropped_bytes += line.dropped_bytes
+            row.replayed_ops += line.replayed_ops
+            row.replay_seconds += line.replay_seconds
+    return rows
+
+
+def report_table(remat: Remat) -> Table:
+    """See :meth:`lightning_remat.Remat.report`."""
+    blocks = remat.blocks
+    found = f"{len(blocks)} blocks: {blocks[0]} … {blocks[-1]}" if len(blocks) > 1 else f"blocks: {', '.join(blocks) or 'none'}"
+    table = Table(title=f"policy {remat.policy}, {found}")
+    table.add_column("module")
+    table.add_column("ops")
+    for name in ("kept", "dropped", "replayed ops", "replay ms"):
+        table.add_column(name, justify="right")
+    total = Row()
+    for (module, kind), row in rows_of(remat).items():
+        table.add_row(module or "(outside of modules)", kind, *_cells(row))
+        total.kept_bytes += row.kept_bytes
+        total.dropped_bytes += row.dropped_bytes
+        total.replayed_ops += row.replayed_ops
+        total.replay_seconds += row.replay_seconds
+    table.add_section()
+    table.add_row("all", "", *_cells(total))
+    return table
+
+
+def _cells(row: Row) -> tuple[str, str, str, str]:
+    return (
+        format_bytes(row.kept_bytes),
+        format_bytes(row.dropped_bytes),
+        str(row.replayed_ops),
+        f"{row.replay_seconds * 1e3:.2f}",
+    )
+
+
+def _folded(module: str, blocks: list[str]) -> str:
+    """``layers.3.mlp`` as ``layers.*.mlp`` where ``layers.3`` is one of several blocks."""
+    for block in blocks:
+        if module == block or module.startswith(f"{block}."):
+            parent, _, last = block.rpartition(".")
+            if last.isdecimal():
+                return f"{parent}.*{module[len(block):]}" if parent else f"*{module[len(block):]}"
+    return module

@@ -1,0 +1,366 @@
+"""The engine as users hold it: :class:`Remat`, entered around every training step."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lightning_remat.engine.blocks import check_blocks_option, find_blocks, find_units, select_blocks, there
+from lightning_remat.engine.ledger import Ledger, LedgerTape, ModuleStack
+from lightning_remat.engine.policies import (
+    FULL,
+    KEEP_ALL,
+    SELECTIVE,
+    OpInfo,
+    Policy,
+    checked_verdict,
+    matches,
+    parse_policy,
+)
+from lightning_remat.engine.regions import Part, Regions
+from lightning_remat.engine.replay import Clock
+from lightning_remat.engine.rules import Rule
+from lightning_remat.engine.tape import ActionTable, Tape
+from lightning_remat.engine.transforms import transforms_allowed
+from lightning_remat.engine.verify import Verifier
+from lightning_remat.errors import ConfigurationError
+from lightning_remat.runtime.discovery import Discovery
+from lightning_remat.runtime.foreign import refuse_foreign_checkpointing
+from lightning_remat.runtime.sizes import parse_budget
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+log = logging.getLogger("lightning_remat")
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What the tape did in the last step: since :class:`Remat` was entered, backward included as far as it has run.
+
+    Attributes:
+        recorded_ops: ops whose results were dropped in forward.
+        replayed_ops: ops that were run again for backward.
+        replay_seconds: wall-clock time of those.
+    """
+
+    recorded_ops: int
+    replayed_ops: int
+    replay_seconds: float
+
+
+class Remat:
+    """Activation recomputation for any PyTorch training loop, as a reusable context manager.
+
+    Args:
+        policy: ``"auto"``, ``"none"``, ``"full"``, ``"every:k"``, ``"sqrt"``, ``"selective"``, a function over ops
+            (:class:`OpInfo` in, ``"keep"`` or ``"recompute"`` out; a pure function, since answers may be reused), or a
+            mapping from module name patterns to policies (first match wins; modules that match nothing keep all).
+        budget: peak device memory of a training step: bytes, ``"20GiB"``, or a share of the device, ``"80%"``. Used by
+            ``policy="auto"`` only.
+        blocks: what the model's blocks are, if those found are not the right ones: a module class, a name pattern
+            (``"encoder.layers.*"``), or a list of these.
+        offload: not available yet; must be None.
+        verify: compute dropped values again while the true ones are still there and compare bitwise, up to 64 MiB a
+            step, until every kind of op has been checked. An op that differs is kept from then on.
+
+    Raises:
+        ConfigurationError: an option that cannot work.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 1))
+        >>> remat = Remat(policy="selective")
+        >>> with remat:
+        ...     loss = model(torch.ones(2, 4)).square().mean()
+        >>> loss.backward()
+        >>> remat.stats.replayed_ops
+        1
+    """
+
+    def __init__(
+        self,
+        policy: Any = "auto",
+        *,
+        budget: int | str | None = None,
+        blocks: Any = None,
+        offload: str | None = None,
+        verify: bool = False,
+    ) -> None:
+        self._budget = parse_budget(budget)
+        if offload is not None:
+            raise ConfigurationError(f"offload={offload!r} is not available yet; leave it out.")
+        if blocks is not None:
+            check_blocks_option(blocks)
+        if not isinstance(verify, bool):
+            raise ConfigurationError(f"verify={verify!r} is not a switch; give True or False.")
+        self._auto = policy == "auto" if isinstance(policy, str) else False
+        if budget is not None and not self._auto:
+            raise ConfigurationError(
+                f"budget={budget!r} and policy={policy!r} contradict each other: a budget chooses the policy. "
+                "Give a budget with policy='auto', or a policy without a budget."
+            )
+        # With a budget the first step takes the lean policy, and is looked at to see whether there is room for more.
+        self._policy = (FULL if self._budget is not None else SELECTIVE) if self._auto else parse_policy(policy)
+        self._blocks_option = blocks
+        self._clock = Clock()
+        self._tape = Tape(self._clock)
+        self._modules = ModuleStack()
+        self._ledger: Ledger | None = None
+        self._verifier = Verifier(self._never_again) if verify else None
+        self._regions: Regions | None = None
+        self._roots: list[nn.Module] = []
+        self._depth = 0
+        self._stack: ExitStack | None = None
+        self._active: Tape | None = None
+        self._steps = 0
+        self._recorded = 0
+        self._said: set[str] = set()
+        self._kept_ops: set[str] = set()
+        if self._auto and self._budget is None:
+            self._say("policy='auto' takes 'selective' until the planner chooses per value.")
+
+    # ------------------------------------------------------------------ what users ask
+
+    @property
+    def policy(self) -> str:
+        """The name of the policy in force; for ``"auto"`` the one it has taken."""
+        return self._policy.name
+
+    @property
+    def blocks(self) -> list[str]:
+        """Qualified names of the blocks in use; empty until the model is known (at the latest after the first step)."""
+        return [name for part in (self._regions.parts if self._regions else []) for name, _ in part.named]
+
+    @property
+    def stats(self) -> StepStats:
+        """Figures of the last step."""
+        recorded = self._active.recorded if self._active is not None else self._recorded
+        return StepStats(recorded, self._clock.replayed_ops, self._clock.seconds)
+
+    def report(self) -> Table:
+        """A ``rich`` table of the first step under the policy in force: per module and kind of op, bytes kept, bytes
+        dropped, ops replayed and the time that took."""
+        from lightning_remat.reporting.report import report_table
+
+        return report_table(self)
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """The books of the first step, behind :meth:`report`."""
+        return self._ledger
+
+    @property
+    def verifier(self) -> Verifier | None:
+        """What ``verify=True`` has found so far; None without it."""
+        return self._verifier
+
+    # ------------------------------------------------------------------ the model
+
+    def bind(self, root: nn.Module) -> None:
+        """Make the model known before the first step, so that its blocks are found and options checked at once.
+
+        Strategies call this at setup. In a plain loop it is optional: the model is met when the first step calls it.
+
+        Raises:
+            ConfigurationError: no blocks where the policy needs them, a pattern that matches nothing, or a model that
+                already does activation checkpointing.
+        """
+        if self._policy.off:
+            return
+        refuse_foreign_checkpointing(root)
+        parts = self._parts_of(root)
+        if self._policy.needs_blocks and not any(part.named for part in parts):
+            raise ConfigurationError(
+                f"policy={self._policy.name!r} works on blocks, and none were found in {type(root).__name__}: no "
+                "submodules repeat, and none has parts of its own. Name them with blocks= (a class, a name pattern or "
+                f"a list), or use policy='selective', which needs none; {there(root)}"
+            )
+        self._roots = [root]
+        self._regions = Regions(parts, self._table(self._outside_policy()))
+
+    def _parts_of(self, root: nn.Module) -> list[Part]:
+        policy = self._policy
+        if policy.parts:
+            return self._mapped_parts(root)
+        if self._blocks_option is not None:
+            named = select_blocks(root, self._blocks_option)
+        else:
+            named = find_blocks(root) or (find_units(root) if policy.needs_blocks else [])
+        return [self._part(policy, named)]
+
+    def _part(self, policy: Policy, named: list[tuple[str, nn.Module]]) -> Part:
+        return Part(policy, named, self._table(policy))
+
+    def _mapped_parts(self, root: nn.Module) -> list[Part]:
+        chosen: dict[str, list[tuple[str, nn.Module]]] = {pattern: [] for pattern, _ in self._policy.parts}
+        for name, module in root.named_modules():
+            pattern = next((p for p in chosen if matches(p, name)), None) if name else None
+            if pattern is not None:
+                chosen[pattern].append((name, module))
+        parts = []
+        for pattern, part in self._policy.parts:
+            if not chosen[pattern]:
+                raise ConfigurationError(
+                    f"policy: the pattern {pattern!r} matches no submodule of {type(root).__name__} that an earlier "
+                    f"pattern has not taken; {there(root)}"
+                )
+            parts.append(self._part(part, chosen[pattern]))
+        return parts
+
+    def _outside_policy(self) -> Policy:
+        policy = self._policy
+        return policy if policy.everywhere and not policy.parts else KEEP_ALL
+
+    def _met(self, root: nn.Module) -> list[Part]:
+        """A root that the discovery step has come upon; returns the parts to watch from now on."""
+        if any(root is known for known in self._roots):
+            return []
+        refuse_foreign_checkpointing(root)
+        self._roots.append(root)
+        assert self._regions is not None
+        if self._policy.parts or self._blocks_option is not None:
+            try:
+                parts = self._parts_of(root)
+            except ConfigurationError:
+                return []  # judged over all roots when the step is over
+        else:
+            named = find_blocks(root)
+            if not named and any(True for _ in root.children()):
+                named = [(type(root).__name__, root)]
+            parts = [self._part(self._policy, named)]
+        own = self._regions.parts
+        if own and not self._policy.parts:
+            own[0].named += parts[0].named
+            own[0].expected = len(own[0].named)
+            return parts if parts[0].named else []
+        own += parts
+        return parts
+
+    # ------------------------------------------------------------------ a step
+
+    def __enter__(self) -> Remat:
+        """Begin a step: what autograd saves from here on is the tape's business."""
+        self._depth += 1
+        if self._depth > 1 or self._policy.off or not torch.is_grad_enabled():
+            return self
+        try:
+            self._begin()
+        except BaseException:
+            self._end()
+            self._depth -= 1
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End it. Backward may run before or after."""
+        self._depth -= 1
+        if self._depth == 0 and self._stack is not None:
+            self._end()
+            self._after_step(failed=kind is not None)
+
+    def _begin(self) -> None:
+        self._clock.reset()
+        stack = self._stack = ExitStack()
+        tape = self._choose_tape()
+        self._active = tape
+        tape.recorded = 0
+        if self._regions is None:
+            part = self._part(self._policy, [])
+            self._regions = Regions([] if self._policy.parts else [part], self._table(self._outside_policy()))
+        regions = self._regions
+        tape.decide = self._decide
+        stack.callback(regions.remove)
+        regions.install(tape)
+        if not any(part.named for part in regions.parts):
+            stack.enter_context(Discovery(regions, self._met).watching())
+        if isinstance(tape, LedgerTape) or self._needs_modules:
+            stack.enter_context(self._modules.watching())
+        stack.callback(tape.clear)
+        stack.enter_context(transforms_allowed(tape.hooks))
+        stack.enter_context(tape.hooks)
+        stack.enter_context(tape)
+
+    @property
+    def _needs_modules(self) -> bool:
+        return self._policy.ask is not None
+
+    def _choose_tape(self) -> Tape:
+        if self._ledger is None:
+            for root in self._roots:
+                self._modules.name(root)
+            ledger = self._ledger = Ledger(self._modules)
+            tape: Tape = LedgerTape(self._clock, ledger)
+            self._clock.on_replay = ledger.replayed
+        else:
+            tape = self._tape
+            self._clock.on_replay = None
+        if self._verifier is not None:
+            self._verifier.attach(tape)
+        return tape
+
+    def _end(self) -> None:
+        stack, self._stack = self._stack, None
+        if self._active is not None:
+            self._recorded = self._active.recorded
+            self._active = None
+        if stack is not None:
+            stack.close()
+
+    def _after_step(self, failed: bool) -> None:
+        if self._ledger is not None:
+            self._ledger.close()
+        if failed:
+            return
+        self._steps += 1
+        ran = self._regions is not None and any(part.calls for part in self._regions.parts)
+        if self._steps == 1 and not ran and (self._policy.needs_blocks or self._policy.parts):
+            warnings.warn(
+                f"policy={self._policy.name!r} works on blocks, and the first step ran none: everything was kept. Name "
+                "them with blocks=, or use policy='selective'.",
+                stacklevel=3,
+            )
+
+    def _table(self, policy: Policy) -> ActionTable:
+        def action(rule: Rule) -> int:
+            return KEEP_ALL.action(rule) if rule.name in self._kept_ops else policy.action(rule)
+
+        return ActionTable(action)
+
+    def _never_again(self, op: str) -> None:
+        """Keep the results of an op from now on."""
+        self._kept_ops.add(op)
+        if self._regions is not None:
+            self._regions.outside.clear()
+            for part in self._regions.parts:
+                part.table.clear()
+
+    def _decide(self, rule: Rule, out: Any) -> bool:
+        ask = self._policy.ask
+        tape = self._active
+        if tape is None or ask is None:
+            ask = next((part.policy.ask for part in (self._regions.parts if self._regions else []) if part.inside), None)
+            if ask is None:
+                return False
+        outs = out if isinstance(out, (tuple, list)) else (out,)
+        nbytes = sum(o.untyped_storage().nbytes() for o in outs if isinstance(o, torch.Tensor) and _has_storage(o))
+        block = self._regions.block if self._regions is not None else None
+        return checked_verdict(ask, OpInfo(rule.name, self._modules.current, block, nbytes, rule.kind))
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            log.info(text)
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided

@@ -291,7 +291,9 @@ def checked_output(path: Path) -> Path:
 @contextlib.contextmanager
 def quiet_lightning() -> Iterator[None]:
     """Without the lines in which Lightning lists devices and gives advice; they would cut through the progress bar."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    # Where both of Lightning's names are installed, the one imported last logs for both.
+    names = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
+    loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
@@ -312,7 +314,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 @app.command()
 def main(
     size: Annotated[Size, typer.Option(help="Shape of the model; base wants an accelerator.")] = Size.small,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps per policy.")] = 40,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps per policy.")] = 30,
     batch: Annotated[int | None, typer.Option(min=1, help="Windows of text per step.", show_default="by size")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     policy: Annotated[
@@ -347,10 +349,10 @@ def main(
         measure(outcomes, model, torch.stack([data[i] for i in range(windows_per_step)]), where, bar)
 
     parameters = sum(p.numel() for p in model.parameters())
-    place = f"CPU, {torch.get_num_threads()} threads" if where.type == "cpu" else torch.cuda.get_device_name(where)
+    place = f"{torch.get_num_threads()} CPU threads" if where.type == "cpu" else torch.cuda.get_device_name(where)
     title = (
-        f"GPT of {shape.blocks} blocks, {parameters / 1e6:.1f} M parameters, "
-        f"{windows_per_step} windows of {shape.context} bytes a step, {place}"
+        f"GPT: {shape.blocks} blocks, {parameters / 1e6:.1f} M parameters, "
+        f"{windows_per_step} windows of {shape.context} bytes, {place}"
     )
     console.print()
     console.print(table(outcomes, title=title, device=where, steps=steps, seed=seed))

@@ -52,7 +52,11 @@ def draw_memory(curves: list[Curve], path: Path, title: str) -> str:
             continue
         _draw_panel(panel, curves[index], curves[0], COLOURS[index % len(COLOURS)], top)
         panel.set_xlim(0, last * 1.02)
-    figure.supxlabel("time in the step, profiled [s]", fontsize=9, color=MUTED)
+    figure.supxlabel(
+        f"time in the step, profiled [s]{' · grey: ' + curves[0].policy if len(curves) > 1 else ''}",
+        fontsize=9,
+        color=MUTED,
+    )
     figure.supylabel("memory of the step [MiB]", fontsize=9, color=MUTED)
     figure.suptitle(f"Live memory over one training step\n{title}", x=0.01, ha="left", fontsize=11, color=INK)
     figure.savefig(path, dpi=150, facecolor="white")

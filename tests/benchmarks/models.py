@@ -175,7 +175,7 @@ SELECTIVE = Variant(
         checkpoint, use_reentrant=False, context_fn=functools.partial(create_selective_checkpoint_contexts, EXPENSIVE)
     ),
 )
-PASS_THROUGH = Variant(name="pass-through mode, identity hooks", around=pass_through)
+PASS_THROUGH = Variant(name="pass-through mode + hooks", around=pass_through)
 
 
 def ours(policy: str, peer: Variant) -> Variant:

@@ -126,20 +126,21 @@ def table(title: str, shape: Shape, rows: list[dict[str, Any]], *, unit: str, sc
     """The rows as a table, seconds shown in ``unit`` (``scale`` of them make a second)."""
     out = Table(
         title=f"{title}: {shape.blocks} blocks, d={shape.width}, T={shape.context}, B={shape.batch}, "
-        f"dropout {shape.dropout}, {shape.attention} attention",
+        f"{shape.attention} attention",
         title_justify="left",
         caption=f"processor time in {unit}, medians of {rows[0]['rounds']} interleaved rounds",
         caption_justify="left",
     )
     out.add_column("variant", no_wrap=True)
-    for header in ("forward", "backward", "total", "of\nplain", "of\npeer"):
+    for header in ("fwd", "bwd", "total", "of\nplain", "of torch\ncheckp.", "of torch\nselect."):
         out.add_column(header, justify="right", no_wrap=True)
     for row in rows:
+        ratios = [f"{row['of_peer']:.2f}" if row["peer"] == peer.name else "" for peer in (CHECKPOINT, SELECTIVE)]
         out.add_row(
             row["variant"],
             *(f"{row[key] * scale:.1f}" for key in ("forward_s", "backward_s", "total_s")),
             f"{row['of_plain']:.2f}",
-            f"{row['of_peer']:.2f}" if row["peer"] else "",
+            *ratios,
         )
     return out
 
@@ -170,7 +171,7 @@ def main(
 
     tiny = Shape(blocks=12, width=64, context=16, batch=2, attention=attention)
     tiny_rows = host_time(tiny, tiny_rounds)
-    console.print(table("Host time per block, one thread", tiny, tiny_rows, unit="µs", scale=1e6))
+    console.print(table("Host time a block, one thread", tiny, tiny_rows, unit="µs", scale=1e6))
 
     if json_file:
         results = [

@@ -11,6 +11,7 @@ import difflib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import nn
 
 from lightning_remat.engine.policies import matches
@@ -74,8 +75,12 @@ def has_parameters(module: nn.Module) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether the module's call is compiled; what happens inside is then the compiler's."""
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+    """Whether the module's call is compiled or scripted, so that hooks do not belong inside."""
+    return (
+        isinstance(module, torch.jit.ScriptModule)
+        or hasattr(module, "_orig_mod")
+        or getattr(module, "_compiled_call_impl", None) is not None
+    )
 
 
 def _is_stage(module: nn.Module) -> bool:

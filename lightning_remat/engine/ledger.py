@@ -14,11 +14,12 @@ from weakref import ref as weakref
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn.modules import module as module_hooks
 
 from lightning_remat.engine.replay import Clock
 from lightning_remat.engine.rules import rule_for
-from lightning_remat.engine.tape import Tape
+from lightning_remat.engine.tape import Tape, forgetter
 from lightning_remat.engine.values import Op, Ref, Value
 
 
@@ -71,12 +72,14 @@ class ModuleStack:
         """Follow every module call."""
 
         def enter(module: nn.Module, args: Any) -> None:
+            if is_compiling():
+                return
             if id(module) not in self.names:
                 self.name(module)
             self.stack.append(self.names[id(module)])
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            if self.stack:
+            if not is_compiling() and self.stack:
                 self.stack.pop()
 
         handles = [
@@ -100,6 +103,8 @@ class Ledger:
         self.saved: list[Saved] = []
         self._made: dict[Any, tuple[str, str]] = {}  # storage -> (module, op) that made it
         self._counted: dict[Any, None] = {}
+        self._forget_made = forgetter(self._made)
+        self._forget_counted = forgetter(self._counted)
 
     def line(self, module: str, op: str) -> Line:
         """The books of one kind of op in one module."""
@@ -120,7 +125,7 @@ class Ledger:
             return
         for o in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(o, Tensor) and o.layout is torch.strided:
-                key = weakref(o.untyped_storage(), self._made.pop)
+                key = weakref(o.untyped_storage(), self._forget_made)
                 self._made[key] = (module, rule.name)
 
     def recorded(self, op: Op, args: Any, kwargs: Any, out: Any) -> None:
@@ -138,7 +143,7 @@ class Ledger:
         if tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()
-        key = weakref(storage, self._counted_pop)
+        key = weakref(storage, self._forget_counted)
         if key in self._counted:
             return
         self._counted[key] = None
@@ -156,9 +161,6 @@ class Ledger:
             line = self.line(*made)
             line.dropped_bytes -= value.nbytes
             line.kept_bytes += value.nbytes
-
-    def _counted_pop(self, key: Any) -> None:
-        self._counted.pop(key, None)
 
     def replayed(self, op: Op, seconds: float) -> None:
         """A recorded op was run again."""

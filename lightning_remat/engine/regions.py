@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from lightning_remat.engine.policies import Policy
 from lightning_remat.engine.tape import ActionTable, Tape
@@ -81,6 +82,8 @@ class Regions:
 
     def enter(self, part: Part, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A module of ``part`` is about to run."""
+        if is_compiling():
+            return  # traced into a graph: what runs there is the compiler's
         tape = self.tape
         if tape is None or part.inside or not torch.is_grad_enabled():
             self.stack.append(None)
@@ -96,6 +99,8 @@ class Regions:
 
     def leave(self, part: Part, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """It has run, or raised (``output`` is None then)."""
+        if is_compiling():
+            return
         entry = self.stack.pop() if self.stack else None
         tape = self.tape
         if entry is None or tape is None:

@@ -89,6 +89,16 @@ class Observer(Protocol):
         """A dropped value is kept after all."""
 
 
+def forgetter(table: dict[Any, Any]) -> Callable[[Any], None]:
+    """A weak reference's callback that removes its entry; quiet if that has gone already."""
+    pop = table.pop
+
+    def forget(key: Any) -> None:
+        pop(key, None)
+
+    return forget
+
+
 class _Unrecordable(Exception):
     """An argument or output that the tape does not describe (a subclass, a sparse tensor, an unknown object)."""
 
@@ -118,6 +128,9 @@ class Tape(TorchDispatchMode):
         self.dropped: dict[Any, Value] = {}
         self.leaves: dict[Any, Any] = {}  # -> weak reference to the leaf's Value
         self.blanks: dict[Any, Blank] = {}
+        self._forget_dropped = forgetter(self.dropped)
+        self._forget_leaf = forgetter(self.leaves)
+        self._forget_blank = forgetter(self.blanks)
         self.observers: list[Observer] = []
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
@@ -162,7 +175,7 @@ class Tape(TorchDispatchMode):
             out = func(*args, **kwargs)
             if grad and out.__class__ is Tensor and out.layout is torch.strided:
                 blank = Blank((out.size(), out.stride(), out.dtype, out.device))
-                self.blanks[weakref(out.untyped_storage(), self.blanks.pop)] = blank
+                self.blanks[weakref(out.untyped_storage(), self._forget_blank)] = blank
             return out
         keep = not grad or action == WATCH
         rng = None
@@ -172,11 +185,8 @@ class Tape(TorchDispatchMode):
             except NoGenerator:
                 keep = True
         if rule.hidden:
-            overwritten = self._before_hidden_write(rule, args)
-            out = func(*args, **kwargs)
-            _mark_stale(overwritten)
-        else:
-            out = func(*args, **kwargs)
+            self._before_hidden_write(rule, args)
+        out = func(*args, **kwargs)
         # A copy to another device crosses the bus: kept.
         if not keep and kwargs.get("device") is None and (action != ASK or self.decide(rule, out)):
             self._record(func, args, kwargs, out, rng, rule)
@@ -232,7 +242,7 @@ class Tape(TorchDispatchMode):
         op.index = self.count = self.count + 1
         self.recorded += 1
         dropped = self.dropped
-        pop = dropped.pop
+        pop = self._forget_dropped
         if len(made) == 1:
             position, value, storage = made[0]
             op.outs = ((position, weakref(value)),)
@@ -297,17 +307,18 @@ class Tape(TorchDispatchMode):
             value.version = None if alias.is_inference() else alias._version
             value.packed = value.stale = value.owned = False
             value.nbytes = 0
-            self.leaves[weakref(tensor.untyped_storage(), self.leaves.pop)] = weakref(value)
+            self.leaves[weakref(tensor.untyped_storage(), self._forget_leaf)] = weakref(value)
             return Ref((value, geometry))
         return Ref((value, geometry_of(tensor)))
 
     # ------------------------------------------------------------------ writes
 
-    def _before_hidden_write(self, rule: Rule, args: Any) -> list[Value]:
-        if rule.training is not None and not args[rule.training]:
-            return []
-        written = [args[i] for i in rule.hidden if i < len(args) and isinstance(args[i], Tensor)]
-        return [v for v in map(self._before_write, written) if v is not None]
+    def _before_hidden_write(self, rule: Rule, args: Any) -> None:
+        # No version counter moves, so nothing becomes stale: backward of a training step does not read them.
+        if rule.training is None or args[rule.training]:
+            for i in rule.hidden:
+                if i < len(args) and isinstance(args[i], Tensor):
+                    self._before_write(args[i])
 
     def _before_write(self, tensor: Tensor) -> Value | None:
         """Make sure that what was recorded still finds the content that is about to be overwritten.
@@ -392,7 +403,7 @@ class Tape(TorchDispatchMode):
         value.geometry = geometry_of(target) if filled else overwritten[0].geometry
         value.nbytes = storage.nbytes()
         op.outs = ((0, weakref(value)),)
-        self.dropped[weakref(storage, self.dropped.pop)] = value
+        self.dropped[weakref(storage, self._forget_dropped)] = value
         for observer in self.observers:
             observer.recorded(op, None, None, target)
 
@@ -452,7 +463,7 @@ class Tape(TorchDispatchMode):
             value.geometry = geometry_of(alias)
             value.version = alias._version
             value.op = None
-            self.leaves[weakref(storage, self.leaves.pop)] = weakref(value)
+            self.leaves[weakref(storage, self._forget_leaf)] = weakref(value)
             for observer in self.observers:
                 observer.kept(tensor, value)
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from torch.compiler import is_compiling
 from torch.nn.modules import module as module_hooks
 
 from lightning_remat.engine.regions import Part, Regions
@@ -34,6 +35,8 @@ class Discovery:
                 handle.remove()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
+        if is_compiling():
+            return
         self.depth += 1
         if self.depth > 1:
             return
@@ -45,4 +48,5 @@ class Discovery:
                     self.regions.enter(self.regions.parts[0], module, args, {})
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.depth = max(0, self.depth - 1)
+        if not is_compiling():
+            self.depth = max(0, self.depth - 1)

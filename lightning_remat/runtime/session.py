@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lightning_remat.engine.blocks import check_blocks_option, find_blocks, find_units, select_blocks, there
+from lightning_remat.engine.blocks import check_blocks_option, find_blocks, find_units, is_compiled, select_blocks, there
 from lightning_remat.engine.ledger import Ledger, LedgerTape, ModuleStack
 from lightning_remat.engine.policies import (
     FULL,
@@ -233,7 +233,7 @@ class Remat:
                 return []  # judged over all roots when the step is over
         else:
             named = find_blocks(root)
-            if not named and any(True for _ in root.children()):
+            if not named and any(True for _ in root.children()) and not is_compiled(root):
                 named = [(type(root).__name__, root)]
             parts = [self._part(self._policy, named)]
         own = self._regions.parts

@@ -170,12 +170,12 @@ class Variant:
 PLAIN = Variant(name="plain")
 CHECKPOINT = Variant(name="torch checkpoint", run_block=functools.partial(checkpoint, use_reentrant=False))
 SELECTIVE = Variant(
-    name="torch selective checkpoint",
+    name="torch selective",
     run_block=functools.partial(
         checkpoint, use_reentrant=False, context_fn=functools.partial(create_selective_checkpoint_contexts, EXPENSIVE)
     ),
 )
-PASS_THROUGH = Variant(name="pass-through mode + hooks", around=pass_through)
+PASS_THROUGH = Variant(name="pass-through mode", around=pass_through)
 
 
 def ours(policy: str, peer: Variant) -> Variant:

@@ -56,8 +56,8 @@ def interleaved(
             loss = variant.forward(model, batch)
             middle = time.process_time()
             loss.backward()
+            del loss  # the end of the graph, and of what a tape has attached to it, is part of the step
             ended = time.process_time()
-            del loss
             model.zero_grad()
             if turn >= 0:
                 found[variant.name].append((middle - started, ended - middle))
@@ -132,13 +132,13 @@ def table(title: str, shape: Shape, rows: list[dict[str, Any]], *, unit: str, sc
         caption_justify="left",
     )
     out.add_column("variant", no_wrap=True)
-    for header in ("fwd", "bwd", "total", "of\nplain", "of torch\ncheckp.", "of torch\nselect."):
+    for header in ("fwd", "bwd", "total", "of\nplain", "of torch\ncheckpoint", "of torch\nselective"):
         out.add_column(header, justify="right", no_wrap=True)
     for row in rows:
         ratios = [f"{row['of_peer']:.2f}" if row["peer"] == peer.name else "" for peer in (CHECKPOINT, SELECTIVE)]
         out.add_row(
             row["variant"],
-            *(f"{row[key] * scale:.1f}" for key in ("forward_s", "backward_s", "total_s")),
+            *(f"{row[key] * scale:,.0f}" for key in ("forward_s", "backward_s", "total_s")),
             f"{row['of_plain']:.2f}",
             *ratios,
         )

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lightning_remat.runtime.memory import measure_peak
+from tests.helpers import RunIf
 
 KB = 1000
 
@@ -144,7 +145,7 @@ def test_stderr_of_the_code_stays_and_the_profilers_own_lines_do_not(capfd: pyte
     assert capfd.readouterr().err == "mine\n"
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="counts a CUDA device's allocations")
+@RunIf(cuda=True)
 def test_cuda_counts_its_own_device() -> None:
     """CUDA blocks are rounded up to 512 bytes by the allocator; host memory does not count."""
 

@@ -212,18 +212,10 @@ def clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def table(outcomes: list[Outcome], *, title: str, device: torch.device, steps: int, seed: int) -> Table:
-    """The comparison, one row per policy."""
+def table(outcomes: list[Outcome], title: str) -> Table:
+    """The comparison, one row per policy, the first one being the plain run."""
     plain = outcomes[0]
-    what = "processor time" if device.type == "cpu" else "wall time"
-    out = Table(title=title, caption_justify="left", title_style="bold", title_justify="left")
-    out.caption = (
-        "peak memory: the most that one step (forward, backward, optimizer) allocates on top of what lived before "
-        f"it, from allocation events · time per step: {what}, median of {TIMED_ROUNDS} interleaved rounds · ops run "
-        "again: in backward, as a share of those of forward · identical: weights, buffers, optimizer "
-        f"state, each step's loss and all random states, bit for bit after {steps} steps from seed {seed}; none is "
-        "Lightning without the plugin"
-    )
+    out = Table(title=title, title_style="bold", title_justify="left")
     out.add_column("policy", style="bold", no_wrap=True)
     for header in ("peak\nmemory", "of\nnone", "time\nper step", "ops run\nagain", "final\nloss"):
         out.add_column(header, justify="right", no_wrap=True)
@@ -241,6 +233,20 @@ def table(outcomes: list[Outcome], *, title: str, device: torch.device, steps: i
             f"{one.final_loss:.6f}",
             f"[red]no: {', '.join(different)}" if different else "[green]yes",
         )
+    return out
+
+
+def legend(device: torch.device, steps: int, seed: int) -> Table:
+    """What the columns mean."""
+    clock_name = "processor time" if device.type == "cpu" else "wall time"
+    out = Table.grid(padding=(0, 2))
+    out.add_column(style="dim bold", no_wrap=True)
+    out.add_column(style="dim")
+    out.add_row("peak memory", "the most that a step adds to what lived before it, from allocation events")
+    out.add_row("time per step", f"{clock_name}, median of {TIMED_ROUNDS} rounds in which the policies take turns")
+    out.add_row("ops run again", "ops that ran again in backward, as a share of those of forward")
+    out.add_row("identical", f"after {steps} steps from seed {seed}, bit for bit: weights, buffers, optimizer state, ")
+    out.add_row("", "every step's loss, random states; none is Lightning without the plugin")
     return out
 
 
@@ -355,7 +361,8 @@ def main(
         f"{windows_per_step} windows of {shape.context} bytes, {place}"
     )
     console.print()
-    console.print(table(outcomes, title=title, device=where, steps=steps, seed=seed))
+    console.print(table(outcomes, title))
+    console.print(legend(where, steps, seed))
     curves = [Curve(one.policy, one.memory, one.forward_seconds) for one in outcomes if one.memory]
     console.print(draw_memory(curves, target, title), soft_wrap=True, markup=False, highlight=False)
     if any(differences(one, outcomes[0]) for one in outcomes):

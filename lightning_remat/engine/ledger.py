@@ -133,10 +133,11 @@ class Ledger:
         module, name = self.modules.current, rule_for(op.func).name
         op.label = (module, name)
         line = self.line(module, name)
-        for _, reference in op.outs:
+        for position, reference in op.outs:
             value = reference()
             if value is not None:
-                line.dropped_bytes += value.nbytes
+                o = out[position] if isinstance(out, (tuple, list)) else out
+                line.dropped_bytes += o.untyped_storage().nbytes()
 
     def packed(self, tensor: Tensor, packed: Any) -> None:
         """Autograd has saved a tensor."""
@@ -156,11 +157,12 @@ class Ledger:
 
     def kept(self, tensor: Tensor, value: Value) -> None:
         """A dropped value is kept after all: a boundary."""
-        made = self._made.get(weakref(tensor.untyped_storage()))
+        storage = tensor.untyped_storage()
+        made = self._made.get(weakref(storage))
         if made is not None:
             line = self.line(*made)
-            line.dropped_bytes -= value.nbytes
-            line.kept_bytes += value.nbytes
+            line.dropped_bytes -= storage.nbytes()
+            line.kept_bytes += storage.nbytes()
 
     def replayed(self, op: Op, seconds: float) -> None:
         """A recorded op was run again."""

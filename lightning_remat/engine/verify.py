@@ -18,7 +18,7 @@ from lightning_remat.engine.generators import rewound
 from lightning_remat.engine.replay import Clock, missing_ops, restore
 from lightning_remat.engine.rules import Rule, rule_for
 from lightning_remat.engine.tape import Tape
-from lightning_remat.engine.values import Op, Ref, Value, view_of
+from lightning_remat.engine.values import OWNED, Op, Ref, Value, view_of
 
 BYTES_PER_STEP = 64 * 1024**2
 """How much is compared in one step."""
@@ -56,8 +56,8 @@ class Verifier:
             return
         self._twice.add(rule.name)
         with torch.no_grad():
-            if op.rng is not None:
-                with rewound(op.rng):
+            if op.extra is not None and op.extra.rng is not None:
+                with rewound(op.extra.rng):
                     again = op.func(*args, **(kwargs or {}))
             else:
                 again = op.func(*args, **(kwargs or {}))
@@ -73,7 +73,7 @@ class Verifier:
         rules = [rule_for(op.func) for op in ops]
         if self._left <= 0 or all(rule.name in self.checked for rule in rules):
             return
-        self._left -= sum(v.nbytes for op in ops for v in _values(op))
+        self._left -= len(ops) * tensor.numel() * tensor.element_size()
         if same_bits(tensor, _computed_again(value, ops, packed[1], self._tape)):
             self.values += 1
             self.checked.update(rule.name for rule in rules)
@@ -108,7 +108,8 @@ def _computed_again(value: Value, ops: list[Op], geometry: Any, tape: Tape | Non
         return view_of(value, geometry).clone()
     finally:
         for v, op in touched:
-            v.tensor, v.op, v.owned = None, op, False
+            v.tensor, v.op = None, op
+            v.flags &= ~OWNED
         if tape is not None:
             tape.paused = paused
 

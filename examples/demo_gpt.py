@@ -242,11 +242,14 @@ def legend(device: torch.device, steps: int, seed: int) -> Table:
     out = Table.grid(padding=(0, 2))
     out.add_column(style="dim bold", no_wrap=True)
     out.add_column(style="dim")
-    out.add_row("peak memory", "the most that a step adds to what lived before it, from allocation events")
-    out.add_row("time per step", f"{clock_name}, median of {TIMED_ROUNDS} rounds in which the policies take turns")
-    out.add_row("ops run again", "ops that ran again in backward, as a share of those of forward")
-    out.add_row("identical", f"after {steps} steps from seed {seed}, bit for bit: weights, buffers, optimizer state, ")
-    out.add_row("", "every step's loss, random states; none is Lightning without the plugin")
+    out.add_row("peak memory", "the most that a step adds to what was there, by allocation events")
+    out.add_row("time per step", f"{clock_name}, median of {TIMED_ROUNDS} rounds; the policies take turns")
+    out.add_row("ops run again", "in backward, as a share of the ops of forward")
+    out.add_row(
+        "identical",
+        "bit for bit in weights, buffers, optimizer state, every loss and random states "
+        f"after {steps} steps from seed {seed}; none is Lightning without the plugin",
+    )
     return out
 
 
@@ -355,7 +358,9 @@ def main(
         measure(outcomes, model, torch.stack([data[i] for i in range(windows_per_step)]), where, bar)
 
     parameters = sum(p.numel() for p in model.parameters())
-    place = f"{torch.get_num_threads()} CPU threads" if where.type == "cpu" else torch.cuda.get_device_name(where)
+    threads = torch.get_num_threads()
+    cpu = f"{threads} CPU thread{'s' if threads > 1 else ''}"
+    place = cpu if where.type == "cpu" else torch.cuda.get_device_name(where)
     title = (
         f"GPT: {shape.blocks} blocks, {parameters / 1e6:.1f} M parameters, "
         f"{windows_per_step} windows of {shape.context} bytes, {place}"

@@ -61,8 +61,9 @@ class Remat:
 
     Args:
         policy: ``"auto"``, ``"none"``, ``"full"``, ``"every:k"``, ``"sqrt"``, ``"selective"``, a function over ops
-            (:class:`OpInfo` in, ``"keep"`` or ``"recompute"`` out; a pure function, since answers may be reused), or a
-            mapping from module name patterns to policies (first match wins; modules that match nothing keep all).
+            (:class:`OpInfo` in, ``"keep"`` or ``"recompute"`` out), or a mapping from module name patterns to policies
+            (first match wins; modules that match nothing keep all). With a function, what enters and leaves a block is
+            kept only if ``blocks`` are named.
         budget: peak device memory of a training step: bytes, ``"20GiB"``, or a share of the device, ``"80%"``. Used by
             ``policy="auto"`` only.
         blocks: what the model's blocks are, if those found are not the right ones: a module class, a name pattern
@@ -109,6 +110,9 @@ class Remat:
             )
         # With a budget the first step takes the lean policy, and is looked at to see whether there is room for more.
         self._policy = (FULL if self._budget is not None else SELECTIVE) if self._auto else parse_policy(policy)
+        if self._policy.ask is not None and blocks is not None:
+            # Naming blocks asks for their borders; without them a function over ops decides about everything.
+            self._policy = replace(self._policy, segment=1)
         self._blocks_option = blocks
         self._clock = Clock()
         self._tape = Tape(self._clock)

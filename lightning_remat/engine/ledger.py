@@ -20,7 +20,7 @@ from torch.nn.modules import module as module_hooks
 from lightning_remat.engine.replay import Clock
 from lightning_remat.engine.rules import rule_for
 from lightning_remat.engine.tape import Tape, forgetter
-from lightning_remat.engine.values import Op, Ref, Value
+from lightning_remat.engine.values import Op, Value
 
 
 @dataclass
@@ -149,7 +149,7 @@ class Ledger:
             return
         self._counted[key] = None
         module, op = self._made.get(weakref(storage), ("", "input, parameter or buffer"))
-        dropped = packed.__class__ is Ref
+        dropped = packed[0].__class__ is Value
         nbytes = storage.nbytes()
         self.saved.append(Saved(nbytes, tuple(tensor.shape), tensor.dtype, module, op, dropped))
         if not dropped and weakref(storage) in self._made:

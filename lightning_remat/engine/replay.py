@@ -8,7 +8,7 @@ is freed at once, by reference count.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 from time import perf_counter
@@ -18,14 +18,16 @@ import torch
 from torch import Tensor
 
 from lightning_remat.engine.generators import rewound
-from lightning_remat.engine.values import OWNED, Blank, Extra, Geometry, Op, Ref, Value, check_leaf, storage_copy, view_of
+from lightning_remat.engine.values import OWNED, Blank, Extra, Geometry, Op, Value, check_leaf, storage_copy, view_of
 from lightning_remat.errors import ReplayError
 
 _DisableAutocast = torch._C._DisableAutocast
+_BelowAutograd = torch._C._AutoDispatchBelowAutograd
 _set_grad_enabled = torch._C._set_grad_enabled
 
-# References to a value that only the op being replayed refers to: its Ref, a local variable, getrefcount's argument.
-_ONLY_THIS_OP = 3
+# References to a value that only the op being replayed refers to: its reference and its list of needs, a local variable,
+# getrefcount's argument.
+_ONLY_THIS_OP = 4
 
 
 class Clock:
@@ -52,10 +54,12 @@ def restore(value: Value, clock: Clock) -> None:
     """
     start = perf_counter()
     ops = missing_ops(value)
+    # As in forward, where the tape called the op from inside its dispatch mode: below autograd, but with grad mode on,
+    # which some kernels look at (oneDNN's recurrent layer makes no workspace without it).
     grad = torch.is_grad_enabled()
-    _set_grad_enabled(False)
+    _set_grad_enabled(True)
     try:
-        with _DisableAutocast():
+        with _BelowAutograd(), _DisableAutocast():
             clock.replayed_ops += len(ops)
             if clock.on_replay is not None:
                 _run_timed(ops, clock.on_replay)
@@ -82,17 +86,10 @@ def missing_ops(value: Value) -> list[Op]:
     found = [first]
     marks = {first}
     for op in found:  # grows while it is walked
-        for a in op.args:
-            kind = a.__class__
-            if kind is Ref:
-                v = a[0]
-                if v.tensor is None and v.op not in marks:
-                    marks.add(v.op)
-                    found.append(v.op)
-            elif kind is list:
-                _add_missing(a, marks, found)
-        if op.extra is not None and op.extra.kwargs:
-            _add_missing(op.extra.kwargs.values(), marks, found)
+        for v in op.needs:
+            if v.tensor is None and v.op not in marks:
+                marks.add(v.op)  # type: ignore[arg-type]
+                found.append(v.op)  # type: ignore[arg-type]
     found.sort(key=_index, reverse=True)
     return found
 
@@ -100,36 +97,30 @@ def missing_ops(value: Value) -> list[Op]:
 _index = attrgetter("index")
 
 
-def _add_missing(args: Iterable[Any], marks: set[Op], found: list[Op]) -> None:
-    for a in args:
-        if a.__class__ is Ref:
-            v = a[0]
-            if v.tensor is None and v.op not in marks:
-                marks.add(v.op)
-                found.append(v.op)
-        elif a.__class__ is list:
-            _add_missing(a, marks, found)
-
-
 def run(op: Op) -> None:
     """Run one recorded op whose inputs are present, and hand its outputs to the values that wait for them."""
     extra = op.extra
     if extra is None:
-        args = []
+        tensor = value = a = None
+        args: list[Any] = []
         add = args.append
         for a in op.args:
             kind = a.__class__
-            if kind is Ref:
+            if kind is tuple:
                 value, geometry = a
+                tensor = value.tensor
                 if value.version is not None:
                     check_leaf(value)
-                add(value.tensor if geometry is None else view_of(value, geometry))
+                if geometry is None or geometry == value.geometry:
+                    add(tensor)
+                else:
+                    add(view_of(value, geometry))
             elif kind is list:
                 add(_argument(a))
             else:
                 add(a)
         out = op.func._op(*args)
-        del args, add, a
+        del args, add, a, tensor, value
     elif extra.rule is not None and extra.rule.form == "write":
         _run_write(op, extra)
         return
@@ -212,7 +203,7 @@ def _seen_under(tensor: Tensor, have: Geometry | None, want: Geometry | None) ->
 
 def _argument(a: Any) -> Any:
     kind = a.__class__
-    if kind is Ref:
+    if kind is tuple:
         value, geometry = a
         if value.version is not None:
             check_leaf(value)

@@ -31,6 +31,7 @@ from lightning_remat.engine.rules import Rule, rule_for
 from lightning_remat.engine.values import (
     PACKED,
     PARAMETER,
+    SPLIT,
     STALE,
     Blank,
     Extra,
@@ -54,7 +55,9 @@ WRITE = 5  # changes an argument; the new content is dropped where it can be
 WRITE_ASK = 6
 WRITE_KEEP = 7
 BLANK = 8  # makes uninitialised memory
-HIGHER = 9  # a higher-order op: like PASS, but it is no overload
+SPLITS = 9  # makes views with version counters of their own
+LAZY = 10  # makes a view with a conjugate or negative bit
+HIGHER = 11  # a higher-order op: like PASS, but it is no overload
 
 Ask = Callable[[Rule, Any], bool]
 """(rule, outputs) -> whether to drop them."""
@@ -147,8 +150,7 @@ class Tape(TorchDispatchMode):
         self.leaves: dict[Any, Any] = {}  # -> weak reference to the leaf's Value
         self.blanks: dict[Any, Blank] = {}
         # Parameters by id of their storage, which the entry itself keeps alive: cheaper than weak references.
-        self.parameters: dict[int, Value] = {}
-        self.parameters_seen: dict[int, Ref] = {}  # the same by id of the Parameter object
+        self.parameters: dict[int, Ref] = {}
         self._forget_dropped = forgetter(self.dropped)
         self._forget_leaf = forgetter(self.leaves)
         self._forget_blank = forgetter(self.blanks)
@@ -171,7 +173,6 @@ class Tape(TorchDispatchMode):
         self.leaves.clear()
         self.blanks.clear()
         self.parameters.clear()
-        self.parameters_seen.clear()
 
     # ------------------------------------------------------------------ dispatch
 
@@ -195,9 +196,17 @@ class Tape(TorchDispatchMode):
     def _dispatch_rest(self, action: int, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if action == HIGHER:
             return func(*args, **kwargs)
+        if action == LAZY:
+            self.bits = True  # from now on references carry lazy conjugation and negation
+            return func(*args, **kwargs)
+        if action == SPLITS:
+            value = self.dropped.get(weakref(args[0].untyped_storage()))
+            if value is not None:
+                value.flags |= SPLIT
+            return func(*args, **kwargs)
         rule = rule_for(func)
         grad = _grad_enabled()
-        if action >= WRITE and action != BLANK:
+        if WRITE <= action <= WRITE_KEEP:
             return self._write(action, func, rule, args, kwargs, grad)
         if action == BLANK:
             out = func(*args, **kwargs)
@@ -215,15 +224,14 @@ class Tape(TorchDispatchMode):
         if rule.hidden:
             self._before_hidden_write(rule, args)
         out = func(*args, **kwargs)
-        # A copy to another device crosses the bus: kept.
-        if not keep and kwargs.get("device") is None and (action != ASK or self.decide(rule, out)):
+        if rule.transfers and kwargs.get("device") is not None:
+            keep = True  # it may cross the bus
+        if not keep and (action != ASK or self.decide(rule, out)):
             self._record(func, args, kwargs, out, rng, rule)
         return out
 
     def _learn(self, func: Any) -> int:
         rule = rule_for(func)
-        if rule.name in ("aten._conj.default", "aten._neg_view.default"):
-            self.bits = True  # from now on references carry lazy conjugation and negation
         action = self.actions[func] = self.actions.make(rule)
         return action
 
@@ -233,128 +241,129 @@ class Tape(TorchDispatchMode):
         self, func: Any, args: Any, kwargs: Any, out: Any, rng: RecordedState | None, rule: Rule | None
     ) -> None:
         """Note the op and drop what it made. Anything unusual among arguments or outputs: kept, as a leaf."""
-        storages: list[Any] = []
         op = Op()
         try:
-            op.args = self._arguments(args, storages)
-            op.extra = Extra(self._keywords(kwargs, storages), rule, rng) if kwargs or rule is not None else None
-            made: list[tuple[int, Value, Any]] = []
+            needs = op.needs = []
+            op.args = self._arguments(args, needs)
+            op.extra = Extra(self._keywords(kwargs, needs), rule, rng) if kwargs or rule is not None else None
             if out.__class__ is Tensor:
-                self._make(op, 0, out, storages, made)
-            else:
-                for position, o in enumerate(out if isinstance(out, (tuple, list)) else (out,)):
-                    if o.__class__ is Tensor:
-                        self._make(op, position, o, storages, made)
-                    elif isinstance(o, Tensor):
-                        raise _Unrecordable
+                entry = self._make(op, out)
+                if entry is None:
+                    return
+                key, value = entry
+                op.outs = ((0, weakref(value)),)
+                self.dropped[key] = value
+            elif not self._make_several(op, out):
+                return
         except (_Unrecordable, NotImplementedError, RuntimeError):
-            return
-        if not made:
             return
         op.func = func
         op.index = self.count = self.count + 1
         self.recorded += 1
-        dropped = self.dropped
-        if len(made) == 1:
-            position, value, storage = made[0]
-            op.outs = ((position, weakref(value)),)
-            dropped[weakref(storage, self._forget_dropped)] = value
-        else:
-            op.outs = tuple([(position, weakref(value)) for position, value, _ in made])
-            for _, value, storage in made:
-                dropped[weakref(storage, self._forget_dropped)] = value
         if self.observers:
             for observer in self.observers:
                 observer.recorded(op, args, kwargs, out)
 
-    def _make(
-        self, op: Op, position: int, out: Tensor, storages: list[Any], made: list[tuple[int, Value, Any]]
-    ) -> None:
-        """Add the value of one output to ``made``, unless it lies in an input's storage."""
-        storage = out.untyped_storage()
-        for s in storages:
-            if s is storage:
-                return
-        if id(storage) in self.parameters:
-            return
+    def _make(self, op: Op, out: Tensor) -> tuple[Any, Value] | None:
+        """The value of one output and its key in ``dropped``; None if it lies in an input's storage."""
         if out.layout is not _STRIDED:
             raise _Unrecordable
-        for m in made:
-            if m[2] is storage:  # two outputs in one storage: one value could not stand for both
-                raise _Unrecordable
+        storage = out.untyped_storage()
+        key = weakref(storage, self._forget_dropped)
+        # Every input is in one of these by now.
+        if key in self.dropped or key in self.leaves or id(storage) in self.parameters:
+            return None
         value = Value()
         value.op = op
         value.tensor = None
         value.version = None
         value.flags = 0
         value.geometry = (out.size(), out.stride(), out.storage_offset(), out.dtype)
-        made.append((position, value, storage))
+        return key, value
 
-    def _arguments(self, args: Any, storages: list[Any]) -> list[Any]:
-        """``args`` with tensors replaced by references; the storages of those that may be aliased go to ``storages``."""
+    def _make_several(self, op: Op, outs: Any) -> bool:
+        """Drop each of several outputs; False if there is nothing to drop."""
+        made: dict[Any, tuple[int, Value]] = {}
+        for position, out in enumerate(outs if isinstance(outs, (tuple, list)) else (outs,)):
+            if out.__class__ is Tensor:
+                entry = self._make(op, out)
+                if entry is not None:
+                    if entry[0] in made:  # two outputs in one storage: one value could not stand for both
+                        raise _Unrecordable
+                    made[entry[0]] = (position, entry[1])
+            elif isinstance(out, Tensor):
+                raise _Unrecordable
+        op.outs = tuple([(position, weakref(value)) for position, value in made.values()])
+        for key, (_, value) in made.items():
+            self.dropped[key] = value
+        return bool(made)
+
+    def _arguments(self, args: Any, needs: list[Value]) -> list[Any]:
+        """``args`` with tensors replaced by references; the dropped values among them are added to ``needs``."""
         dropped = self.dropped
         out: list[Any] = []
-        add = out.append
         for a in args:
             kind = a.__class__
             if kind is Tensor:
                 storage = a.untyped_storage()
-                storages.append(storage)
                 value = dropped.get(weakref(storage))
                 if value is None:
-                    add(self._leaf_ref(a, storage))
-                elif self.bits:
-                    add(Ref((value, geometry_of(a))))
+                    a = self._leaf_ref(a, storage)
                 else:
-                    add(Ref((value, (a.size(), a.stride(), a.storage_offset(), a.dtype))))
+                    needs.append(value)
+                    if self.bits:
+                        a = (value, geometry_of(a))
+                    else:
+                        a = (value, (a.size(), a.stride(), a.storage_offset(), a.dtype))
             elif kind is Parameter:
-                known = self.parameters_seen.get(id(a))
-                add(known if known is not None else self._parameter_ref(a, a.untyped_storage()))
+                a = self._parameter_ref(a, a.untyped_storage())
             elif kind in _CONSTANTS:
-                add(a)
-            elif kind is list or kind is tuple:
-                add(self._arguments(a, storages))
+                pass
+            elif kind is list:
+                a = self._arguments(a, needs)
             elif kind is torch.nn.Buffer:
-                storages.append(a.untyped_storage())
-                add(self._leaf_ref(a, storages[-1]))
+                a = self._leaf_ref(a, a.untyped_storage())
             else:
                 raise _Unrecordable
+            out.append(a)
         return out
 
-    def _keywords(self, kwargs: dict[str, Any] | None, storages: list[Any]) -> dict[str, Any]:
-        return dict(zip(kwargs, self._arguments(kwargs.values(), storages), strict=True)) if kwargs else {}
+    def _keywords(self, kwargs: dict[str, Any] | None, needs: list[Value]) -> dict[str, Any]:
+        return dict(zip(kwargs, self._arguments(kwargs.values(), needs), strict=True)) if kwargs else {}
 
     def _parameter_ref(self, parameter: Tensor, storage: Any) -> Ref:
         """A reference to a parameter as it is."""
-        value = self.parameters.get(id(storage))
-        if value is None:
-            value = self.parameters[id(storage)] = Value()
-            value.op = None
-            value.tensor = parameter
-            value.geometry = None
-            value.version = parameter._version
-            value.flags = PARAMETER
-            value.anchor = id(storage)
-        if value.tensor is not parameter:  # two Parameter objects over one storage
-            return Ref((value, geometry_of(parameter)))
-        reference = self.parameters_seen[id(parameter)] = Ref((value, None))
+        key = id(storage)
+        reference = self.parameters.get(key)
+        if reference is not None:
+            if reference[0].tensor is parameter:
+                return reference
+            return (reference[0], geometry_of(parameter))  # two Parameter objects over one storage
+        value = Value()
+        value.op = None
+        value.tensor = parameter
+        value.geometry = None
+        value.version = parameter._version
+        value.flags = PARAMETER
+        value.anchor = key
+        reference = self.parameters[key] = (value, None)
         return reference
 
     def _leaf_ref(self, tensor: Tensor, storage: Any) -> Ref:
         """A reference to content that the tape did not compute."""
-        value = self.parameters.get(id(storage))
-        if value is not None:
-            return Ref((value, geometry_of(tensor)))
+        parameter = self.parameters.get(id(storage))
+        if parameter is not None:
+            return (parameter[0], geometry_of(tensor))
         has_history = tensor.requires_grad
         if has_history and tensor._base.__class__ is Parameter:
-            self._parameter_ref(tensor._base, storage)  # type: ignore[arg-type]
-            return Ref((self.parameters[id(storage)], geometry_of(tensor)))
+            parameter = self._parameter_ref(tensor._base, storage)  # type: ignore[arg-type]
+            return (parameter[0], geometry_of(tensor))
         found = self.leaves.get(weakref(storage))
         value = found() if found is not None else None
         if value is not None:
             if self.bits:
-                return Ref((value, geometry_of(tensor)))
-            return Ref((value, (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)))
+                return (value, geometry_of(tensor))
+            return (value, (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype))
         if tensor.is_conj() or tensor.is_neg():
             self.bits = True
         value = Value()
@@ -365,7 +374,7 @@ class Tape(TorchDispatchMode):
         value.version = None if tensor.is_inference() else tensor._version
         value.flags = 0
         self.leaves[weakref(storage, self._forget_leaf)] = weakref(value)
-        return Ref((value, None))
+        return (value, None)
 
     # ------------------------------------------------------------------ writes
 
@@ -388,13 +397,13 @@ class Tape(TorchDispatchMode):
         value = self.dropped.pop(key, None)
         if value is not None:
             return value
-        leaf = self.parameters.pop(id(tensor.untyped_storage()), None)
-        if leaf is None:
+        parameter = self.parameters.pop(id(tensor.untyped_storage()), None)
+        if parameter is None:
             found = self.leaves.pop(key, None)
-            leaf = found() if found is not None else None
+            leaf: Value | None = found() if found is not None else None
         else:
-            seen = self.parameters_seen.pop(id(leaf.tensor), None)
-            if sys.getrefcount(seen) <= _ONLY_HERE and sys.getrefcount(leaf) <= _ONLY_HERE + (seen is not None):
+            leaf = parameter[0]
+            if sys.getrefcount(parameter) <= _ONLY_HERE and sys.getrefcount(leaf) <= _ONLY_HERE + 1:
                 return None  # no recorded op reads it any more
         if leaf is not None and leaf.tensor is not None:
             leaf.tensor = storage_copy(leaf.tensor.detach())
@@ -440,14 +449,15 @@ class Tape(TorchDispatchMode):
         if blank is not None and not filled:
             return None
         op = Op()
+        op.needs = []
         try:
             rng = _state(rule, args, kwargs) if rule.random else None
             if filled:
                 target_geometry = Blank((target.size(), target.stride(), target.dtype, target.device))
-                op.args = [target_geometry, *self._arguments(args[1:], [])]
+                op.args = [target_geometry, *self._arguments(args[1:], op.needs)]
             else:
-                op.args = self._arguments(args, [])
-            op.extra = Extra(self._keywords(kwargs, []), rule, rng)
+                op.args = self._arguments(args, op.needs)
+            op.extra = Extra(self._keywords(kwargs, op.needs), rule, rng)
         except (_Unrecordable, NoGenerator, NotImplementedError, RuntimeError):
             return None
         op.func = func
@@ -461,7 +471,7 @@ class Tape(TorchDispatchMode):
         value.op = op
         value.tensor = None
         value.version = None
-        value.flags = 0
+        value.flags = overwritten[0].flags & SPLIT if overwritten else 0
         filled = op.args[0].__class__ is Blank
         value.geometry = geometry_of(target) if filled else overwritten[0].geometry
         op.outs = ((0, weakref(value)),)
@@ -483,9 +493,9 @@ class Tape(TorchDispatchMode):
         else:
             value.flags |= PACKED
             if self.bits:
-                packed = Ref((value, geometry_of(tensor)))
+                packed = (value, geometry_of(tensor))
             else:
-                packed = Ref((value, (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)))
+                packed = (value, (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype))
         if self.observers:
             for observer in self.observers:
                 observer.packed(tensor, packed)
@@ -498,7 +508,7 @@ class Tape(TorchDispatchMode):
             RuntimeError: the tensor was changed in place after it was saved; plain PyTorch raises here too.
             ReplayError: see :func:`~lightning_remat.engine.replay.restore`.
         """
-        if packed.__class__ is Ref:
+        if packed[0].__class__ is Value:
             value: Value
             value, geometry = packed
             if value.tensor is None:
@@ -558,5 +568,5 @@ def _state(rule: Rule, args: Any, kwargs: dict[str, Any]) -> RecordedState | Non
 
 def _mark_stale(values: list[Value]) -> None:
     for value in values:
-        if value.flags & PACKED:
+        if value.flags & PACKED and not value.flags & SPLIT:
             value.flags |= STALE

@@ -24,6 +24,11 @@ Geometry = tuple[Any, Any, Any, torch.dtype]
 """(size, stride, storage offset, dtype) as a tensor reports them."""
 
 
+Ref = tuple["Value", "Geometry | None"]
+"""A tensor argument, or what autograd holds in place of a saved tensor. A plain tuple: making one is most of what
+recording costs, and arguments of ops contain no other tuples."""
+
+
 class Value:
     """The content of one storage at one time.
 
@@ -44,16 +49,18 @@ class Value:
 PACKED = 1  # autograd has saved it
 STALE = 2  # it was written to after autograd had saved it
 OWNED = 4  # its tensor was made by a replay, and a replay may write into it
+SPLIT = 16  # its storage was split into views that count their versions apart (unsafe_split, in GRU cells)
 PARAMETER = 8  # its tensor is the user's Parameter object itself
 
 
 class Op:
     """One recorded op: what to call, and on what."""
 
-    __slots__ = ("args", "extra", "func", "index", "label", "outs")
+    __slots__ = ("args", "extra", "func", "index", "label", "needs", "outs")
 
     func: Any
-    args: list[Any]  # tensors are replaced by Ref (or Blank)
+    args: list[Any]  # tensors are replaced by references, which are the only tuples here (or by Blank)
+    needs: list[Value]  # the dropped values among them, keywords included
     extra: Extra | None  # for ops that need more than positional arguments
     outs: tuple[tuple[int, weakref[Value]], ...]  # (position among the outputs, value)
     index: int  # order of execution
@@ -66,15 +73,6 @@ class Extra(NamedTuple):
     kwargs: dict[str, Any]
     rule: Rule | None = None
     rng: RecordedState | None = None
-
-
-class Ref(tuple[Any, ...]):
-    """(value, geometry): a tensor argument, or what autograd holds in place of a saved tensor.
-
-    A tuple, since making one is most of what recording costs.
-    """
-
-    __slots__ = ()
 
 
 class Blank(tuple[Any, ...]):

@@ -18,7 +18,7 @@ from lightning_remat.engine.generators import rewound
 from lightning_remat.engine.replay import Clock, missing_ops, restore
 from lightning_remat.engine.rules import Rule, rule_for
 from lightning_remat.engine.tape import Tape
-from lightning_remat.engine.values import OWNED, Op, Ref, Value, view_of
+from lightning_remat.engine.values import OWNED, Op, Value, view_of
 
 BYTES_PER_STEP = 64 * 1024**2
 """How much is compared in one step."""
@@ -66,7 +66,7 @@ class Verifier:
 
     def packed(self, tensor: Tensor, packed: Any) -> None:
         """Compute a dropped value that autograd saves, if its ops have not all been checked."""
-        if packed.__class__ is not Ref or packed[0].tensor is not None:
+        if packed[0].__class__ is not Value or packed[0].tensor is not None:
             return
         value: Value = packed[0]
         ops = missing_ops(value)

@@ -84,20 +84,27 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def _is_stage(module: nn.Module) -> bool:
-    """Whether a module is little more than a row of blocks: one part with repeated modules and at most one other."""
+    """Whether a module is little more than a row of blocks, so that these are the blocks and not the module.
+
+    Besides its row it may have one other part (a downsampling layer) or any number of leaves (an embedding, norms).
+    What stands in the row must be worth a block of its own: a bottleneck that holds its convolutions in a row is a
+    block, and so is a layer with a row of experts beside its attention.
+    """
     if isinstance(module, nn.Sequential):
-        return len(_same_class(module)) >= 2
+        return _is_row(module)
     parts = [child for child in module.children() if has_parameters(child)]
-    rows = [c for c in parts if isinstance(c, (nn.Sequential, nn.ModuleList)) and len(_same_class(c)) >= 2]
-    return len(rows) == 1 and len(parts) <= 2
+    rows = [child for child in parts if isinstance(child, (nn.Sequential, nn.ModuleList)) and _is_row(child)]
+    others = [child for child in parts if child not in rows]
+    return len(rows) == 1 and (len(others) <= 1 or not any(True for part in others for _ in part.children()))
 
 
-def _same_class(row: nn.Module) -> list[nn.Module]:
-    groups: dict[type, list[nn.Module]] = defaultdict(list)
-    for child in row.children():
-        if is_candidate(child):
-            groups[type(child)].append(child)
-    return max(groups.values(), key=len, default=[])
+def _is_row(module: nn.Module) -> bool:
+    """Whether a module holds at least two of one class, each with more than one weight matrix (or kernel)."""
+    groups: dict[type, int] = defaultdict(int)
+    for child in module.children():
+        if is_candidate(child) and sum(p.ndim >= 2 for p in child.parameters()) >= 2:
+            groups[type(child)] += 1
+    return max(groups.values(), default=0) >= 2
 
 
 def select_blocks(root: nn.Module, wanted: object) -> Named:

@@ -38,6 +38,24 @@ class Part:
         self.per_segment = self.policy.blocks_per_segment(self.expected)
 
 
+class _Hook(partial[Any]):
+    """A hook that does nothing in a copy or a pickle of its module, should user code make one in mid-step."""
+
+    def __reduce__(self) -> Any:
+        return _inert_hook, ()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _inert
+
+
+def _inert(*args: Any) -> None:
+    """In place of a hook of ours in a copy."""
+
+
+def _inert_hook() -> Any:
+    return _inert
+
+
 class Regions:
     """Switches a tape's action table as execution enters and leaves the modules of each part."""
 
@@ -60,7 +78,7 @@ class Regions:
 
     def watch(self, part: Part, module: nn.Module) -> None:
         """Hook one module of a part."""
-        enter, leave = partial(self.enter, part), partial(self.leave, part)
+        enter, leave = _Hook(self.enter, part), _Hook(self.leave, part)
         self.handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
         self.handles.append(module.register_forward_hook(leave, with_kwargs=True, always_call=True))
 

@@ -23,6 +23,9 @@ from lightning_remat.engine.values import OWNED, Op, Value, view_of
 BYTES_PER_STEP = 64 * 1024**2
 """How much is compared in one step."""
 
+# Outputs (by position) whose bits mean nothing: oneDNN's workspace for backward has gaps that it never writes.
+_SCRATCH = {"aten.mkldnn_rnn_layer.default": 3}
+
 
 class Verifier:
     """What has been checked, and what differed.
@@ -55,13 +58,15 @@ class Verifier:
         if args is None or rule.name in self._twice or rule.hidden:
             return
         self._twice.add(rule.name)
-        with torch.no_grad():
-            if op.extra is not None and op.extra.rng is not None:
-                with rewound(op.extra.rng):
-                    again = op.func(*args, **(kwargs or {}))
-            else:
+        # We are below autograd here, so grad mode can stay as it is; some kernels give less without it.
+        if op.extra is not None and op.extra.rng is not None:
+            with rewound(op.extra.rng):
                 again = op.func(*args, **(kwargs or {}))
-        if not all(same_bits(a, b) for a, b in zip(_tensors(out), _tensors(again), strict=True)):
+        else:
+            again = op.func(*args, **(kwargs or {}))
+        scratch = _SCRATCH.get(rule.name)
+        pairs = enumerate(zip(_tensors(out), _tensors(again), strict=True))
+        if not all(position == scratch or same_bits(a, b) for position, (a, b) in pairs):
             self._differs([rule], out)
 
     def packed(self, tensor: Tensor, packed: Any) -> None:
@@ -69,6 +74,8 @@ class Verifier:
         if packed[0].__class__ is not Value or packed[0].tensor is not None:
             return
         value: Value = packed[0]
+        if value.op is not None and _is_scratch(value, value.op):
+            return
         ops = missing_ops(value)
         rules = [rule_for(op.func) for op in ops]
         if self._left <= 0 or all(rule.name in self.checked for rule in rules):
@@ -116,6 +123,11 @@ def _computed_again(value: Value, ops: list[Op], geometry: Any, tape: Tape | Non
 
 def _values(op: Op) -> list[Value]:
     return [v for _, reference in op.outs if (v := reference()) is not None]
+
+
+def _is_scratch(value: Value, op: Op) -> bool:
+    scratch = _SCRATCH.get(rule_for(op.func).name)
+    return scratch is not None and any(p == scratch and reference() is value for p, reference in op.outs)
 
 
 def _tensors(out: Any) -> list[Tensor]:

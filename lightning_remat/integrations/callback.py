@@ -7,6 +7,7 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from lightning_remat.errors import ConfigurationError
+from lightning_remat.integrations.bases import is_known_not_to_work
 from lightning_remat.integrations.strategy import RematStrategy
 from lightning_remat.runtime.session import Remat
 
@@ -22,32 +23,72 @@ class RematCallback(Callback):
         **options: see :class:`~lightning_remat.Remat`.
 
     Raises:
-        ConfigurationError: an option that cannot work, or a strategy that recomputes already.
+        ConfigurationError: an option that cannot work, a strategy that recomputes already, or one of Lightning's that
+            is not supported.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning.pytorch.strategies import SingleDeviceStrategy
+        >>> callback = RematCallback(policy="full")
+        >>> trainer = Trainer(strategy=SingleDeviceStrategy("cpu"), callbacks=[callback], logger=False)
     """
 
     def __init__(self, **options: Any) -> None:
         self.remat = Remat(**options)
+        self._strategy: Any = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Check the options against the model and wrap the strategy's training step."""
+        """Check that the strategy is one that can be wrapped, and the options against the model; wrap it."""
         if stage != "fit":
             return
         strategy = trainer.strategy
-        if isinstance(strategy, RematStrategy) or "training_step" in strategy.__dict__:
+        if isinstance(strategy, RematStrategy) or isinstance(strategy.__dict__.get("training_step"), _Recorded):
             raise ConfigurationError(
                 "RematCallback: the trainer's strategy recomputes already; give either strategy='remat' (or a "
                 "RematStrategy) or one RematCallback, not both."
             )
+        if is_known_not_to_work(type(strategy)):
+            raise ConfigurationError(
+                f"RematCallback: strategy={type(strategy).__name__} is not supported (yet): recomputation under it is "
+                "not known to be exact. Supported are single devices and the DDP family; leave the callback out, or "
+                "use one of these."
+            )
+        if not _is_completed_later(pl_module):
+            self.remat.bind(pl_module)  # here already, where nothing has been moved to a device yet
+        # From now on, so that a second callback meets it.
+        self._strategy = strategy
+        strategy.training_step = _Recorded(self.remat, strategy.training_step)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Find the model's blocks in what it has become: complete, and with the modules that plugins have replaced."""
         self.remat.bind(pl_module)
-        training_step = strategy.training_step
-
-        def recorded(*args: Any, **kwargs: Any) -> Any:
-            with self.remat:
-                return training_step(*args, **kwargs)
-
-        strategy.training_step = recorded
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Give the strategy its own training step back."""
-        if stage == "fit":
-            trainer.strategy.__dict__.pop("training_step", None)
+        self._restore()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """The same; Lightning does not call ``teardown`` then."""
+        self._restore()
+
+    def _restore(self) -> None:
+        strategy, self._strategy = self._strategy, None
+        if strategy is not None:
+            del strategy.training_step
+
+
+class _Recorded:
+    """A training step inside the tape."""
+
+    def __init__(self, remat: Remat, training_step: Any) -> None:
+        self.remat = remat
+        self.training_step = training_step
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.remat:
+            return self.training_step(*args, **kwargs)
+
+
+def _is_completed_later(pl_module: Any) -> bool:
+    """Whether the module builds a part of itself in ``configure_model``, which runs after ``setup``."""
+    return not type(pl_module).configure_model.__module__.endswith(".core.hooks")

@@ -12,6 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from lightning_remat.errors import ConfigurationError
+from lightning_remat.integrations.bases import NAMESPACES, check_options, resolve_base, strategies_of
 from lightning_remat.runtime.session import Remat
 
 if TYPE_CHECKING:
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     _Base = Strategy
 else:
     _Base = object
-
-NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
-"""The two packages that Lightning is published as; their classes are not interchangeable."""
 
 
 class RematStrategy(_Base):
@@ -52,7 +50,7 @@ class RematStrategy(_Base):
         if cls is not RematStrategy:
             return object.__new__(cls)
         base_class, _ = resolve_base(base, _namespace)
-        return object.__new__(strategy_class(base_class))
+        return object.__new__(strategy_class(base_class or _placeholder(_namespace)))
 
     def __init__(
         self,
@@ -66,20 +64,30 @@ class RematStrategy(_Base):
         _namespace: str = NAMESPACES[0],
         **base_options: Any,
     ) -> None:
-        _, preset = resolve_base(base, _namespace)
+        base_class, preset = resolve_base(base, _namespace)
+        options = {**preset, **base_options}
+        check_options(base, [base_class] if base_class is not None else _candidates(base, _namespace), options)
         self.remat = Remat(policy, budget=budget, blocks=blocks, offload=offload, verify=verify)
-        if isinstance(self, _placeholder(_namespace)):
-            self._single_only = base == "single_device"
-            self._base_options = {**preset, **base_options}
-            super().__init__()
+        if base_class is None:
+            self._settings = (base, _namespace)
+            self._base_options = options
+            # What Lightning looks at before it has chosen devices must be in place by then.
+            super().__init__(**{name: options.pop(name) for name in _EARLY if name in options})
+            for name in ("cluster_environment", "parallel_devices"):
+                if name in options:
+                    setattr(self, name, options.pop(name))
         else:
-            super().__init__(**{**preset, **base_options})
+            super().__init__(**options)
 
     def setup(self, trainer: Any) -> None:
         """Find the model's blocks and check the options against it, before anything else happens."""
-        if trainer.state.fn is not None and trainer.state.fn.value == "fit":
+        fit = trainer.state.fn is not None and trainer.state.fn.value == "fit"
+        if fit:
             self.remat.bind(self.lightning_module)  # type: ignore[arg-type]
         super().setup(trainer)
+        if fit:
+            # Again: by now the precision plugin or SyncBatchNorm may have put other modules in place of some.
+            self.remat.bind(self.lightning_module)  # type: ignore[arg-type]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The base's training step, recorded."""
@@ -91,51 +99,19 @@ class RematStrategy(_Base):
         return _rebuild, (base,), self.__dict__
 
     def _configure_launcher(self) -> None:
-        if "_single_only" in self.__dict__:
+        if "_settings" in self.__dict__:
             _settle(self)
         super()._configure_launcher()
 
 
-def resolve_base(base: Any, namespace: str) -> tuple[type, dict[str, Any]]:
-    """The class behind ``base=``, and the options that its registered name stands for.
-
-    Raises:
-        ConfigurationError: unknown, or not supported.
-    """
-    strategies = importlib.import_module(f"{namespace}.strategies")
-    supported = (strategies.SingleDeviceStrategy, strategies.DDPStrategy)
-    if isinstance(base, str):
-        if base in ("auto", "single_device"):
-            return _placeholder(namespace), {}
-        entry = strategies.StrategyRegistry.get(base, default=False) if base not in strategies.StrategyRegistry else None
-        if entry is False:
-            names = sorted(n for n, e in strategies.StrategyRegistry.items() if _is_supported(e["strategy"], supported))
-            raise ConfigurationError(f"base={base!r} is not a registered strategy; supported are auto, {', '.join(names)}.")
-        found = strategies.StrategyRegistry[base]
-        base_class, preset = found["strategy"], dict(found["init_params"])
-    elif isinstance(base, type):
-        base_class, preset = base, {}
-        for other in NAMESPACES:
-            if base.__module__.startswith(other):
-                strategies = importlib.import_module(f"{other}.strategies")
-                supported = (strategies.SingleDeviceStrategy, strategies.DDPStrategy)
-    else:
-        raise ConfigurationError(
-            f"base={base!r}: give a strategy's name or class, not an instance; what the instance was given goes into "
-            "RematStrategy itself, as keyword arguments. For an instance that exists already there is RematCallback."
-        )
-    if isinstance(base_class, type) and issubclass(base_class, RematStrategy):
-        raise ConfigurationError(f"base={base!r} is a remat strategy already; leave RematStrategy(base=...) around it out.")
-    if not _is_supported(base_class, supported):
-        raise ConfigurationError(
-            f"base={base!r} is not supported (yet): recomputation under it is not known to be exact. Supported are "
-            "single devices and the DDP family; use base='auto' or base='ddp', or the strategy without lightning-remat."
-        )
-    return base_class, preset
+_EARLY = ("accelerator", "checkpoint_io", "precision_plugin")
 
 
-def _is_supported(base_class: Any, supported: tuple[type, ...]) -> bool:
-    return isinstance(base_class, type) and issubclass(base_class, supported) and not issubclass(base_class, RematStrategy)
+def _candidates(base: str, namespace: str) -> list[type]:
+    """What a placeholder may turn into."""
+    strategies = strategies_of(namespace)
+    single = [strategies.SingleDeviceStrategy]
+    return single if base == "single_device" else [*single, strategies.DDPStrategy]
 
 
 @cache
@@ -152,14 +128,13 @@ def _rebuild(base_class: type) -> RematStrategy:
 @cache
 def _placeholder(namespace: str) -> type:
     """A single-device strategy with the attributes that Lightning fills in only where it finds them."""
-    strategies = importlib.import_module(f"{namespace}.strategies")
+    strategies = strategies_of(namespace)
 
     class Auto(strategies.SingleDeviceStrategy):  # type: ignore[misc, name-defined]
         cluster_environment = None
         parallel_devices = None
         num_nodes = 1
         _layer_sync = None
-        remat_namespace = namespace
 
         def set_world_ranks(self) -> None:
             """Ranks are known when the real strategy is."""
@@ -173,32 +148,32 @@ def _placeholder(namespace: str) -> type:
 def _settle(strategy: Any) -> None:
     """Turn a placeholder into the strategy that the trainer's devices call for, in place."""
     given = dict(strategy.__dict__)
-    namespace = strategy.remat_namespace
-    strategies = importlib.import_module(f"{namespace}.strategies")
+    base, namespace = given["_settings"]
+    options = given["_base_options"]
+    single, *several = _candidates(base, namespace)
     devices = list(given.get("parallel_devices") or [])
     nodes = given.get("num_nodes", 1)
-    options = given["_base_options"]
-    several = len(devices) > 1 or nodes > 1
-    if several and given["_single_only"]:
+    if len(devices) <= 1 and nodes <= 1:
+        base_class = single
+        options = {"device": devices[0] if devices else "cpu", **options}
+    elif several:
+        base_class = several[0]
+        if _is_interactive(namespace):
+            options = {"start_method": "fork", **options}
+    else:
         raise ConfigurationError(
-            f"base='single_device' and {len(devices)} devices on {nodes} node(s) contradict each other: use devices=1, "
-            "or base='auto' or 'ddp'."
+            f"base={base!r} and {len(devices)} devices on {nodes} node(s) contradict each other: use devices=1, or "
+            "base='auto' or 'ddp'."
         )
-    base_class = strategies.DDPStrategy if several else strategies.SingleDeviceStrategy
+    check_options(base, [base_class], options)
     strategy.__dict__.clear()
     strategy.__class__ = strategy_class(base_class)
     strategy.remat = given["remat"]
-    if several:
-        interactive = importlib.import_module("lightning.fabric.utilities.imports" if namespace == NAMESPACES[0] else "lightning_fabric.utilities.imports")
-        if interactive._IS_INTERACTIVE:
-            options = {"start_method": "fork", **options}
-        base_class.__init__(strategy, **options)
-    else:
-        base_class.__init__(strategy, **{"device": devices[0] if devices else "cpu", **options})
+    base_class.__init__(strategy, **options)  # type: ignore[misc]
     for name in ("_accelerator", "_precision_plugin", "_checkpoint_io"):
         if given.get(name) is not None:
             setattr(strategy, name, given[name])
-    if several:
+    if base_class is not single:
         strategy.cluster_environment = given.get("cluster_environment")
         strategy.parallel_devices = devices
         strategy.num_nodes = nodes
@@ -206,11 +181,17 @@ def _settle(strategy: Any) -> None:
         strategy.set_world_ranks()
 
 
+def _is_interactive(namespace: str) -> bool:
+    """Whether this is a notebook, where Lightning takes forked processes."""
+    package = "lightning.fabric" if namespace == NAMESPACES[0] else "lightning_fabric"
+    return bool(importlib.import_module(f"{package}.utilities.imports")._IS_INTERACTIVE)
+
+
 def register() -> None:
     """Make ``"remat"`` and ``"remat_ddp"`` known to every Lightning package that is installed; safe to repeat."""
     for namespace in NAMESPACES:
         try:
-            registry = importlib.import_module(f"{namespace}.strategies").StrategyRegistry
+            registry = strategies_of(namespace).StrategyRegistry
         except ImportError:
             continue
         for name, base in (("remat", "auto"), ("remat_ddp", "ddp")):
@@ -222,5 +203,3 @@ def register() -> None:
                 base=base,
                 _namespace=namespace,
             )
-
-

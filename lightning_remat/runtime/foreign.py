@@ -29,7 +29,10 @@ def refuse_foreign_checkpointing(root: nn.Module) -> None:
 def _foreign(module: nn.Module) -> tuple[str, str] | None:
     kind = type(module).__name__
     if kind == "CheckpointWrapper" and hasattr(module, "checkpoint_fn"):
-        return "torch's checkpoint_wrapper", "build the model without apply_activation_checkpointing / checkpoint_wrapper"
+        return (
+            "torch's checkpoint_wrapper",
+            "build the model without apply_activation_checkpointing / checkpoint_wrapper",
+        )
     if getattr(module, "gradient_checkpointing", False) is True:
         return "gradient_checkpointing=True", "call model.gradient_checkpointing_disable()"
     if getattr(module, "grad_checkpointing", False) is True:

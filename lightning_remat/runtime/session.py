@@ -5,14 +5,22 @@ from __future__ import annotations
 import logging
 import warnings
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from lightning_remat.engine.blocks import check_blocks_option, find_blocks, find_units, is_compiled, select_blocks, there
+from lightning_remat.engine.blocks import (
+    check_blocks_option,
+    find_blocks,
+    find_units,
+    is_compiled,
+    select_blocks,
+    there,
+)
 from lightning_remat.engine.ledger import Ledger, LedgerTape, ModuleStack
 from lightning_remat.engine.policies import (
     FULL,
@@ -95,6 +103,7 @@ class Remat:
         offload: str | None = None,
         verify: bool = False,
     ) -> None:
+        self._options = {"budget": budget, "blocks": blocks, "offload": offload, "verify": verify, "policy": policy}
         self._budget = parse_budget(budget)
         if offload is not None:
             raise ConfigurationError(f"offload={offload!r} is not available yet; leave it out.")
@@ -131,6 +140,10 @@ class Remat:
         if self._auto and self._budget is None:
             self._say("policy='auto' takes 'selective' until the planner chooses per value.")
 
+    def __reduce__(self) -> Any:
+        """A copy has the options, and nothing of what has been learned about a model."""
+        return partial(type(self), **self._options), ()
+
     # ------------------------------------------------------------------ what users ask
 
     @property
@@ -150,8 +163,10 @@ class Remat:
         return StepStats(recorded, self._clock.replayed_ops, self._clock.seconds)
 
     def report(self) -> Table:
-        """A ``rich`` table of the first step under the policy in force: per module and kind of op, bytes kept, bytes
-        dropped, ops replayed and the time that took."""
+        """A ``rich`` table of the first step: what each kind of op did in each module.
+
+        Bytes kept, bytes dropped, ops replayed and the time that took.
+        """
         from lightning_remat.reporting.report import report_table
 
         return report_table(self)
@@ -189,6 +204,10 @@ class Remat:
             )
         self._roots = [root]
         self._regions = Regions(parts, self._table(self._outside_policy()))
+        # The books begin anew: they and the names are of the model that was bound before, if any.
+        self._ledger = None
+        self._modules.names.clear()
+        self._steps = 0
 
     def _parts_of(self, root: nn.Module) -> list[Part]:
         policy = self._policy
@@ -324,6 +343,8 @@ class Remat:
         if self._ledger is not None:
             self._ledger.close()
         if failed:
+            if self._steps == 0:
+                self._ledger = None  # half a step is no report
             return
         self._steps += 1
         ran = self._regions is not None and any(part.calls for part in self._regions.parts)
@@ -352,7 +373,9 @@ class Remat:
         ask = self._policy.ask
         tape = self._active
         if tape is None or ask is None:
-            ask = next((part.policy.ask for part in (self._regions.parts if self._regions else []) if part.inside), None)
+            ask = next(
+                (part.policy.ask for part in (self._regions.parts if self._regions else []) if part.inside), None
+            )
             if ask is None:
                 return False
         outs = out if isinstance(out, (tuple, list)) else (out,)

@@ -1,0 +1,125 @@
+"""Which of Lightning's strategies can be a base, and which options each of them takes."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_remat.errors import ConfigurationError
+
+NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
+"""The two packages that Lightning is published as; their classes are not interchangeable."""
+
+_PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
+
+_OURS = ("policy", "budget", "blocks", "offload", "verify")
+
+
+def resolve_base(base: Any, namespace: str) -> tuple[type | None, dict[str, Any]]:
+    """The class behind ``base=`` (None: to be chosen by the trainer), and the options its registered name stands for.
+
+    Raises:
+        ConfigurationError: unknown, or not supported.
+    """
+    if isinstance(base, str):
+        if base in ("auto", "single_device"):
+            return None, {}
+        registry = strategies_of(namespace).StrategyRegistry
+        if base not in registry:
+            names = sorted(n for n, e in registry.items() if is_supported(e["strategy"]) and not is_ours(e["strategy"]))
+            raise ConfigurationError(
+                f"base={base!r} is not a registered strategy; supported are auto, {', '.join(names)}."
+            )
+        base_class, preset = registry[base]["strategy"], dict(registry[base]["init_params"])
+    elif isinstance(base, type):
+        base_class, preset = base, {}
+    else:
+        raise ConfigurationError(
+            f"base={base!r}: give a strategy's name or class, not an instance; what the instance was given goes into "
+            "RematStrategy itself, as keyword arguments. For an instance that exists already there is RematCallback."
+        )
+    if is_ours(base_class):
+        raise ConfigurationError(
+            f"base={base!r} is a remat strategy already; leave RematStrategy(base=...) around it out."
+        )
+    if not is_supported(base_class):
+        raise ConfigurationError(
+            f"base={base!r} is not supported (yet): recomputation under it is not known to be exact. Supported are "
+            "single devices and the DDP family; use base='auto' or base='ddp', or the strategy without lightning-remat."
+        )
+    return base_class, preset
+
+
+def strategies_of(namespace: str) -> Any:
+    """The module ``<namespace>.strategies``."""
+    return importlib.import_module(f"{namespace}.strategies")
+
+
+def is_ours(base_class: Any) -> bool:
+    """Whether a class recomputes already."""
+    from lightning_remat.integrations.strategy import RematStrategy
+
+    return isinstance(base_class, type) and issubclass(base_class, RematStrategy)
+
+
+def is_supported(base_class: Any) -> bool:
+    """Whether a class is one of the supported bases, or is a user's own and stands on one."""
+    return _lightnings_own(base_class) in ("SingleDeviceStrategy", "DDPStrategy")
+
+
+def is_known_not_to_work(strategy_class: type) -> bool:
+    """Whether a strategy, of whatever origin, stands on one of Lightning's that is not supported."""
+    own = _lightnings_own(strategy_class)
+    return own is not None and own not in ("SingleDeviceStrategy", "DDPStrategy", "ParallelStrategy", "Strategy")
+
+
+def _lightnings_own(strategy_class: Any) -> str | None:
+    """The first class on the way up that is Lightning's; DeepSpeed's and XLA's stand on DDP's and are others."""
+    if not isinstance(strategy_class, type):
+        return None
+    return next((c.__name__ for c in strategy_class.__mro__ if c.__module__.partition(".")[0] in _PACKAGES), None)
+
+
+def check_options(base: Any, classes: Iterable[type], options: Mapping[str, Any]) -> None:
+    """Refuse an option that none of ``classes`` takes.
+
+    Raises:
+        ConfigurationError: which one, and the nearest that there is.
+    """
+    classes = list(classes)
+    accepted: set[str] = set()
+    for base_class in classes:
+        names = _parameters(base_class)
+        if names is None:
+            return
+        accepted |= names
+    for name in options:
+        if name not in accepted:
+            near = difflib.get_close_matches(name, [*_OURS, *sorted(accepted)], n=2)
+            hint = f" Did you mean {' or '.join(near)}?" if near else ""
+            where = " or ".join(c.__name__ for c in classes)
+            raise ConfigurationError(
+                f"{name}={options[name]!r} is neither an option of lightning-remat ({', '.join(_OURS)}) nor of "
+                f"{where}, for which base={base!r} stands; leave it out, or give the base that takes it.{hint}"
+            )
+
+
+def _parameters(base_class: type) -> set[str] | None:
+    """Names of the keyword arguments of a strategy class; None if it takes any."""
+    names: set[str] = set()
+    for c in base_class.__mro__:
+        if "__init__" not in vars(c):
+            continue
+        parameters = inspect.signature(c.__init__).parameters.values()  # type: ignore[misc]
+        names.update(p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD))
+        if c.__name__ == "DDPStrategy":  # hands the rest to the wrapper
+            wrapper = inspect.signature(DistributedDataParallel.__init__).parameters
+            return (names | set(wrapper)) - {"self", "module", "device_ids", "kwargs"}
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return names - {"self"}
+    return None

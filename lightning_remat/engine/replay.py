@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_remat.engine.generators import rewound
+from lightning_remat.engine.plain import replay_as_plain
 from lightning_remat.engine.values import Blank, Geometry, Op, Ref, Value, check_leaf, storage_copy, view_of
 from lightning_remat.errors import ReplayError
 
@@ -136,6 +137,8 @@ def run(op: Op) -> None:
         if op.rng is not None:
             with rewound(op.rng):
                 out = op.func(*args, **kwargs)
+        elif rule.inner:
+            out = replay_as_plain(op.func, args, kwargs)
         else:
             out = op.func(*args, **kwargs)
         del args, kwargs

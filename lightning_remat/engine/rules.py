@@ -86,6 +86,16 @@ _EXPENSIVE = frozenset(
 )
 _EXPENSIVE_STEMS = ("aten::linalg_", "aten::_linalg_")
 
+# Kernels that call ops which depend on lazy conjugation (complex linalg.pinv and lstsq) or on autocast (_trilinear,
+# linalg.pinv). The rest of the family is here since its kernel for another device may do so, too. All are so dear that
+# a guard around them does not count.
+_INNER = frozenset(
+    "aten::" + name
+    for name in (
+        "_trilinear cholesky_inverse cholesky_solve geqrf ormqr orgqr lu_unpack triangular_solve pinverse"
+    ).split()
+)
+
 # Never run again. The reason stands on the line above each group.
 _FIXED = frozenset(
     {
@@ -140,6 +150,7 @@ class Rule:
         hidden: positions of running statistics that the op updates on the side.
         training: position of the flag that says whether it updates them; None if it always does.
         dropout: position of the dropout probability, if the op is random only when that is above zero.
+        inner: it calls ops that depend on keys above Python; see :func:`~lightning_remat.engine.plain.call_as_plain`.
     """
 
     name: str
@@ -150,6 +161,7 @@ class Rule:
     hidden: tuple[int, ...] = ()
     training: int | None = None
     dropout: int | None = None
+    inner: bool = False
 
     @property
     def random(self) -> bool:
@@ -200,6 +212,7 @@ def _make_rule(func: Any) -> Rule:
         hidden=hidden,
         training=_TRAINING_FLAG.get(base),
         dropout=dropout,
+        inner=form != "view" and (base in _INNER or base.startswith(_EXPENSIVE_STEMS)),
     )
 
 

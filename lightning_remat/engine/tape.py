@@ -25,6 +25,7 @@ from torch.nn.parameter import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_remat.engine.generators import NoGenerator, RecordedState, state_before
+from lightning_remat.engine.plain import call_as_plain
 from lightning_remat.engine.replay import Clock, restore
 from lightning_remat.engine.rules import Rule, rule_for
 from lightning_remat.engine.values import Blank, Op, Ref, Value, check_saved, geometry_of, storage_copy, view_of
@@ -33,9 +34,9 @@ from lightning_remat.errors import MODIFIED
 # Actions: what an action table says about an overload.
 PASS = 0  # call it; its result is a leaf
 RECORD = 1  # call it and drop what it makes
-SLOW = 2  # the same, for ops with a generator, hidden writes, or a device argument
+SLOW = 2  # the same, for ops with a generator, hidden writes, ops inside, or a device argument
 ASK = 3  # the same, if the policy says so
-WATCH = 4  # keep what it makes, but mind what it writes on the side
+WATCH = 4  # keep what it makes, but mind what it writes on the side, or the ops inside
 WRITE = 5  # changes an argument; the new content is dropped where it can be
 WRITE_ASK = 6
 WRITE_KEEP = 7
@@ -186,7 +187,11 @@ class Tape(TorchDispatchMode):
                 keep = True
         if rule.hidden:
             self._before_hidden_write(rule, args)
-        out = func(*args, **kwargs)
+        if rule.inner:
+            out, autocast = call_as_plain(func, args, kwargs)
+            keep = keep or autocast
+        else:
+            out = func(*args, **kwargs)
         # A copy to another device crosses the bus: kept.
         if not keep and kwargs.get("device") is None and (action != ASK or self.decide(rule, out)):
             self._record(func, args, kwargs, out, rng, rule)
@@ -355,7 +360,7 @@ class Tape(TorchDispatchMode):
         if grad and action != WRITE_KEEP and rule.kind != "fixed" and rule.writes == (0,) and len(targets) == 1:
             op = self._prepare_write(func, rule, args, kwargs, targets[0])
         overwritten = [v for v in map(self._before_write, targets) if v is not None]
-        out = func(*args, **kwargs)
+        out = call_as_plain(func, args, kwargs)[0] if rule.inner else func(*args, **kwargs)
         _mark_stale(overwritten)
         if op is not None and (action != WRITE_ASK or self.decide(rule, targets[0])):
             self._drop_written(op, targets[0], overwritten)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_remat.engine.generators import rewound
+from lightning_remat.engine.plain import call_as_plain
 from lightning_remat.engine.replay import Clock, missing_ops, restore
 from lightning_remat.engine.rules import Rule, rule_for
 from lightning_remat.engine.tape import Tape
@@ -59,6 +60,8 @@ class Verifier:
             if op.rng is not None:
                 with rewound(op.rng):
                     again = op.func(*args, **(kwargs or {}))
+            elif rule.inner:
+                again, _ = call_as_plain(op.func, args, kwargs or {})
             else:
                 again = op.func(*args, **(kwargs or {}))
         if not all(same_bits(a, b) for a, b in zip(_tensors(out), _tensors(again), strict=True)):

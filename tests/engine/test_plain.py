@@ -109,3 +109,53 @@ def test_steps_on_two_threads_end_in_any_order() -> None:
     leave.set()
     thread.join(10)
     assert replaced() == original
+
+
+@pytest.mark.parametrize("policy", [recompute, keep, "selective"])
+@pytest.mark.parametrize("function", [torch.linalg.pinv, lambda x: torch.linalg.lstsq(x, x[..., :1].conj()).solution])
+def test_complex_factorisations_conjugate_what_they_call(function: Callable[[Tensor], Tensor], policy: Any) -> None:
+    """Inside a mode lazy conjugation is not resolved, and pinv of a complex matrix is not its pseudo-inverse."""
+    torch.use_deterministic_algorithms(True)  # fills the pivots that lstsq reads before they are written
+    try:
+        x = torch.randn(2, 4, 3, dtype=torch.complex64)
+        plain = value_and_gradient(function, x)
+        for remat in [Remat(policy=policy), Remat(policy=policy, verify=True)]:
+            for _ in range(2):  # the first step keeps books
+                with remat:
+                    value, gradient = value_and_gradient(function, x)
+                assert same_bits(value, plain[0])
+                assert same_bits(gradient, plain[1])
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_without_gradient_inside_the_step_too() -> None:
+    x = torch.randn(4, 3, dtype=torch.complex64)
+    plain = torch.linalg.pinv(x)
+    with Remat(policy=recompute), torch.no_grad():
+        assert same_bits(torch.linalg.pinv(x), plain)
+
+
+@pytest.mark.parametrize("policy", [recompute, keep])
+def test_bilinear_leaves_its_products_to_autocast(policy: Any) -> None:
+    layer = torch.nn.Bilinear(4, 4, 5, bias=False)
+    x = torch.randn(3, 4)
+
+    def function(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return layer(x, x)
+
+    plain = value_and_gradient(function, x)
+    with Remat(policy=policy):
+        value, gradient = value_and_gradient(function, x)
+    assert not same_bits(value, layer(x, x))
+    assert same_bits(value, plain[0])
+    assert same_bits(gradient, plain[1])
+
+
+def test_pinverse_stays_in_float32_under_autocast() -> None:
+    x = torch.randn(4, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = torch.pinverse(x)
+        with Remat(policy=recompute):
+            assert same_bits(torch.pinverse(x), plain)

@@ -147,6 +147,7 @@ class Rule:
         kind: what policies choose by; ``fixed`` is never recomputed.
         writes: positions (int) and keywords (str) of the arguments that the op changes.
         fills: the old content of the changed argument does not matter.
+        moves: it only changes how the argument shows its storage (``unsqueeze_``, ``t_``); no byte is written.
         hidden: positions of running statistics that the op updates on the side.
         training: position of the flag that says whether it updates them; None if it always does.
         dropout: position of the dropout probability, if the op is random only when that is above zero.
@@ -158,6 +159,7 @@ class Rule:
     kind: Kind
     writes: tuple[int | str, ...] = ()
     fills: bool = False
+    moves: bool = False
     hidden: tuple[int, ...] = ()
     training: int | None = None
     dropout: int | None = None
@@ -209,6 +211,7 @@ def _make_rule(func: Any) -> Rule:
         kind=kind,
         writes=tuple(writes) if form == "write" else (),
         fills=base in FILLS,
+        moves=torch.Tag.inplace_view in func.tags and base not in _FIXED,
         hidden=hidden,
         training=_TRAINING_FLAG.get(base),
         dropout=dropout,

@@ -352,6 +352,8 @@ class Tape(TorchDispatchMode):
         Where the old content was dropped, or was blank and is filled by this op, the new one is dropped as well.
         Otherwise the new content takes the old one's place as a leaf; what was recorded from the old one gets a copy.
         """
+        if rule.moves:
+            return self._move(func, args, kwargs)
         targets: list[Tensor] = []
         for w in rule.writes:
             target = kwargs.get(w) if w.__class__ is str else args[w] if w < len(args) else None  # type: ignore[operator]
@@ -364,6 +366,24 @@ class Tape(TorchDispatchMode):
         _mark_stale(overwritten)
         if op is not None and (action != WRITE_ASK or self.decide(rule, targets[0])):
             self._drop_written(op, targets[0], overwritten)
+        return out
+
+    def _move(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """An in-place op that writes no byte (``unsqueeze_``): the storage keeps its value.
+
+        Its version counter moves nevertheless, and plain PyTorch refuses in backward what was saved before.
+        """
+        target: Tensor = args[0]
+        key = weakref(target.untyped_storage()) if target.layout is torch.strided else None
+        version = None if target.is_inference() else target._version
+        out = func(*args, **kwargs)
+        value = self.dropped.get(key)
+        if value is not None:
+            _mark_stale([value])
+        elif version is not None and (found := self.leaves.get(key)) is not None:
+            leaf: Value | None = found()
+            if leaf is not None and leaf.version is not None:
+                leaf.version += target._version - version
         return out
 
     def _prepare_write(

@@ -20,7 +20,7 @@ from torch.nn.modules import module as module_hooks
 from lightning_remat.engine.replay import Clock
 from lightning_remat.engine.rules import rule_for
 from lightning_remat.engine.tape import Tape, forgetter
-from lightning_remat.engine.values import Op, Ref, Value
+from lightning_remat.engine.values import Op, Value
 
 
 @dataclass
@@ -133,10 +133,11 @@ class Ledger:
         module, name = self.modules.current, rule_for(op.func).name
         op.label = (module, name)
         line = self.line(module, name)
-        for _, reference in op.outs:
+        for position, reference in op.outs:
             value = reference()
             if value is not None:
-                line.dropped_bytes += value.nbytes
+                o = out[position] if isinstance(out, (tuple, list)) else out
+                line.dropped_bytes += o.untyped_storage().nbytes()
 
     def packed(self, tensor: Tensor, packed: Any) -> None:
         """Autograd has saved a tensor."""
@@ -148,7 +149,7 @@ class Ledger:
             return
         self._counted[key] = None
         module, op = self._made.get(weakref(storage), ("", "input, parameter or buffer"))
-        dropped = packed.__class__ is Ref
+        dropped = packed[0].__class__ is Value
         nbytes = storage.nbytes()
         self.saved.append(Saved(nbytes, tuple(tensor.shape), tensor.dtype, module, op, dropped))
         if not dropped and weakref(storage) in self._made:
@@ -156,11 +157,12 @@ class Ledger:
 
     def kept(self, tensor: Tensor, value: Value) -> None:
         """A dropped value is kept after all: a boundary."""
-        made = self._made.get(weakref(tensor.untyped_storage()))
+        storage = tensor.untyped_storage()
+        made = self._made.get(weakref(storage))
         if made is not None:
             line = self.line(*made)
-            line.dropped_bytes -= value.nbytes
-            line.kept_bytes += value.nbytes
+            line.dropped_bytes -= storage.nbytes()
+            line.kept_bytes += storage.nbytes()
 
     def replayed(self, op: Op, seconds: float) -> None:
         """A recorded op was run again."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from time import perf_counter
 from typing import Any
 
@@ -18,14 +19,15 @@ from torch import Tensor
 
 from lightning_remat.engine.generators import rewound
 from lightning_remat.engine.plain import replay_as_plain
-from lightning_remat.engine.values import Blank, Geometry, Op, Ref, Value, check_leaf, storage_copy, view_of
+from lightning_remat.engine.values import OWNED, Blank, Extra, Geometry, Op, Value, check_leaf, storage_copy, view_of
 from lightning_remat.errors import ReplayError
 
 _DisableAutocast = torch._C._DisableAutocast
 _set_grad_enabled = torch._C._set_grad_enabled
 
-# References to a value that only the op being replayed refers to: its Ref, a local variable, getrefcount's argument.
-_ONLY_THIS_OP = 3
+# References to a value that only the op being replayed refers to: its reference and its list of needs, a local variable,
+# getrefcount's argument.
+_ONLY_THIS_OP = 4
 
 
 class Clock:
@@ -79,127 +81,136 @@ def missing_ops(value: Value) -> list[Op]:
     first = value.op
     if first is None:
         raise ReplayError("a dropped value lost the op that makes it; please report this with the model that shows it.")
-    found = {first}
-    stack = [first]
-    while stack:
-        op = stack.pop()
-        for a in op.args:
-            kind = a.__class__
-            if kind is Ref:
-                v = a[0]
-                if v.tensor is None and v.op not in found:
-                    found.add(v.op)
-                    stack.append(v.op)
-            elif kind is list:
-                for v in values_in(a):
-                    if v.tensor is None and v.op not in found:
-                        found.add(v.op)  # type: ignore[arg-type]
-                        stack.append(v.op)  # type: ignore[arg-type]
-        if op.kwargs:
-            for v in values_in(list(op.kwargs.values())):
-                if v.tensor is None and v.op not in found:
-                    found.add(v.op)  # type: ignore[arg-type]
-                    stack.append(v.op)  # type: ignore[arg-type]
-    return sorted(found, key=_latest_first)
+    found = [first]
+    marks = {first}
+    for op in found:  # grows while it is walked
+        for v in op.needs:
+            if v.tensor is None and v.op not in marks:
+                marks.add(v.op)  # type: ignore[arg-type]
+                found.append(v.op)  # type: ignore[arg-type]
+    found.sort(key=_index, reverse=True)
+    return found
 
 
-def _latest_first(op: Op) -> int:
-    return -op.index
-
-
-def values_in(args: list[Any]) -> Iterator[Value]:
-    """Every value that recorded arguments refer to, nested lists included."""
-    for a in args:
-        if a.__class__ is Ref:
-            yield a[0]
-        elif a.__class__ is list:
-            yield from values_in(a)
+_index = attrgetter("index")
 
 
 def run(op: Op) -> None:
     """Run one recorded op whose inputs are present, and hand its outputs to the values that wait for them."""
-    rule = op.rule
-    if rule is None:
-        args = [_argument(a) for a in op.args]
-        out = op.func(*args, **_keywords(op.kwargs)) if op.kwargs else op.func(*args)
-        del args
-    elif rule.form == "write":
-        _run_write(op)
+    extra = op.extra
+    if extra is None:
+        tensor = value = a = None
+        args: list[Any] = []
+        add = args.append
+        for a in op.args:
+            kind = a.__class__
+            if kind is tuple:
+                value, geometry = a
+                tensor = value.tensor
+                if value.version is not None:
+                    check_leaf(value)
+                if geometry is None or geometry == value.geometry:
+                    add(tensor)
+                else:
+                    add(view_of(value, geometry))
+            elif kind is list:
+                add(_argument(a))
+            else:
+                add(a)
+        out = op.func._op(*args)
+        del args, add, a, tensor, value
+    elif extra.rule is not None and extra.rule.form == "write":
+        _run_write(op, extra)
         return
     else:
-        args = [_argument(a) for a in op.args]
-        if rule.hidden and (rule.training is None or args[rule.training]):
-            # Running statistics: in training the outputs do not depend on them, and they count this step once.
-            for i in rule.hidden:
-                if i < len(args) and isinstance(args[i], Tensor):
-                    args[i] = args[i].clone()
-        kwargs = _keywords(op.kwargs)
-        if op.rng is not None:
-            with rewound(op.rng):
-                out = op.func(*args, **kwargs)
-        elif rule.inner:
-            out = replay_as_plain(op.func, args, kwargs)
-        else:
-            out = op.func(*args, **kwargs)
-        del args, kwargs
-    outs = out if out.__class__ is tuple or out.__class__ is list else (out,)
+        out = _call(op, extra)
+    if out.__class__ is Tensor:
+        ((_, reference),) = op.outs
+        value = reference()
+        if value is not None and value.tensor is None:
+            if (out.size(), out.stride(), out.storage_offset(), out.dtype) != value.geometry:
+                out = _conform(op, 0, out, value)
+            value.tensor = out
+            value.flags |= OWNED
+            value.op = None
+        return
     for position, reference in op.outs:
         value = reference()
         if value is not None and value.tensor is None:
-            o = outs[position]
-            geometry = (o.size(), o.stride(), o.storage_offset(), o.dtype)
-            if geometry != value.geometry:
+            o = out[position]
+            if (o.size(), o.stride(), o.storage_offset(), o.dtype) != value.geometry:
                 o = _conform(op, position, o, value)
             value.tensor = o
-            value.owned = True
+            value.flags |= OWNED
             value.op = None
 
 
-def _run_write(op: Op) -> None:
+def _call(op: Op, extra: Extra) -> Any:
+    """Call an op that has keywords, draws from a generator, or updates running statistics."""
+    args = [_argument(a) for a in op.args]
+    kwargs = {name: _argument(a) for name, a in extra.kwargs.items()}
+    rule = extra.rule
+    if rule is not None and rule.hidden and (rule.training is None or args[rule.training]):
+        # Running statistics: in training the outputs do not depend on them, and they count this step once.
+        for i in rule.hidden:
+            if i < len(args) and isinstance(args[i], Tensor):
+                args[i] = args[i].clone()
+    if rule is not None and rule.inner:
+        return replay_as_plain(op.func, args, kwargs)
+    if extra.rng is None:
+        return op.func(*args, **kwargs)
+    with rewound(extra.rng):
+        return op.func(*args, **kwargs)
+
+
+def _run_write(op: Op, extra: Extra) -> None:
     """Replay an in-place op on memory that the replay owns: taken over from the old value, or a copy of it."""
     first = op.args[0]
     if first.__class__ is Blank:
         base = target = first.allocate()
-        geometry = (base.size(), base.stride(), base.storage_offset(), base.dtype)
+        geometry = None
     else:
         old: Value = first[0]
-        geometry = old.geometry  # type: ignore[assignment]
         check_leaf(old)
-        base = old.tensor  # type: ignore[assignment]
-        if old.owned and sys.getrefcount(old) <= _ONLY_THIS_OP:
+        geometry = old.geometry
+        if old.flags & OWNED and sys.getrefcount(old) <= _ONLY_THIS_OP:
+            base = old.tensor  # type: ignore[assignment]
             old.tensor = None
         else:
-            base = storage_copy(base)
-        target = view_of_tensor(base, geometry, first[1])
+            base = storage_copy(old.tensor)  # type: ignore[arg-type]
+        target = _seen_under(base, geometry, first[1])
     args = [target, *[_argument(a) for a in op.args[1:]]]
-    kwargs = _keywords(op.kwargs)
-    if op.rng is not None:
-        with rewound(op.rng):
-            op.func(*args, **kwargs)
-    else:
+    kwargs = {name: _argument(a) for name, a in extra.kwargs.items()}
+    if extra.rng is None:
         op.func(*args, **kwargs)
+    else:
+        with rewound(extra.rng):
+            op.func(*args, **kwargs)
     value = op.outs[0][1]()
     if value is not None:
         value.tensor = base
         value.geometry = geometry
-        value.owned = True
+        value.flags |= OWNED
         value.op = None
+
+
+def _seen_under(tensor: Tensor, have: Geometry | None, want: Geometry | None) -> Tensor:
+    holder = Value()
+    holder.tensor = tensor
+    holder.geometry = have
+    return view_of(holder, want)
 
 
 def _argument(a: Any) -> Any:
     kind = a.__class__
-    if kind is Ref:
-        value = a[0]
+    if kind is tuple:
+        value, geometry = a
         if value.version is not None:
             check_leaf(value)
-        return view_of(value, a[1])
+        return view_of(value, geometry)
     if kind is list:
         return [_argument(x) for x in a]
     return a
-
-
-def _keywords(kwargs: dict[str, Any] | None) -> dict[str, Any]:
-    return {name: _argument(a) for name, a in kwargs.items()} if kwargs else {}
 
 
 def _conform(op: Op, position: int, out: Tensor, value: Value) -> Tensor:
@@ -209,9 +220,7 @@ def _conform(op: Op, position: int, out: Tensor, value: Value) -> Tensor:
     if out.dtype is not dtype and out.dtype is torch.get_default_dtype():
         # The op took its dtype from a global default that was another one in forward.
         with _default_dtype(dtype):
-            args = [_argument(a) for a in op.args]
-            with rewound(op.rng) if op.rng is not None else _nothing():
-                again = op.func(*args, **_keywords(op.kwargs))
+            again = _call(op, op.extra or Extra({}))
         out = again[position] if isinstance(again, (tuple, list)) else again
     if out.dtype is not dtype or out.size() != size:
         raise ReplayError(
@@ -221,7 +230,9 @@ def _conform(op: Op, position: int, out: Tensor, value: Value) -> Tensor:
         )
     if (out.stride(), out.storage_offset()) == (stride, offset):
         return out
-    whole = torch.empty(value.nbytes // out.element_size(), dtype=dtype, device=out.device)
+    # References may reach beyond this view of the storage: only a storage that it fills can be laid out anew.
+    extent = offset + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if out.numel() else 0
+    whole = torch.empty(extent, dtype=dtype, device=out.device)
     shaped = whole.as_strided(size, stride, offset)
     shaped.copy_(out)
     return shaped
@@ -235,16 +246,3 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
-def view_of_tensor(tensor: Tensor, have: Geometry, want: Geometry) -> Tensor:
-    """``tensor``, whose geometry is ``have``, seen under ``want``; the same storage."""
-    holder = Value()
-    holder.tensor = tensor
-    holder.geometry = have
-    return view_of(holder, want)

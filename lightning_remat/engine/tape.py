@@ -15,6 +15,7 @@ counter are invisible, except into memory from a factory function, which is why 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 from weakref import ref as weakref
@@ -28,7 +29,20 @@ from lightning_remat.engine.generators import NoGenerator, RecordedState, state_
 from lightning_remat.engine.plain import call_as_plain
 from lightning_remat.engine.replay import Clock, restore
 from lightning_remat.engine.rules import Rule, rule_for
-from lightning_remat.engine.values import Blank, Op, Ref, Value, check_saved, geometry_of, storage_copy, view_of
+from lightning_remat.engine.values import (
+    PACKED,
+    PARAMETER,
+    STALE,
+    Blank,
+    Extra,
+    Op,
+    Ref,
+    Value,
+    check_saved,
+    geometry_of,
+    storage_copy,
+    view_of,
+)
 from lightning_remat.errors import MODIFIED
 
 # Actions: what an action table says about an overload.
@@ -41,6 +55,7 @@ WRITE = 5  # changes an argument; the new content is dropped where it can be
 WRITE_ASK = 6
 WRITE_KEEP = 7
 BLANK = 8  # makes uninitialised memory
+HIGHER = 9  # a higher-order op: like PASS, but it is no overload
 
 Ask = Callable[[Rule, Any], bool]
 """(rule, outputs) -> whether to drop them."""
@@ -71,10 +86,13 @@ _CONSTANTS = frozenset(
         torch.Generator,
     }
 )
-_COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
+_STRIDED = torch.strided
 
 _grad_enabled = torch.is_grad_enabled
 _detach = torch._C.TensorBase.detach
+_set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
+_ONLY_HERE = 2  # references to a value that only a local variable and getrefcount's argument refer to
+_VERSIONED = torch._C.DispatchKey.ADInplaceOrView
 
 
 class Observer(Protocol):
@@ -129,6 +147,8 @@ class Tape(TorchDispatchMode):
         self.dropped: dict[Any, Value] = {}
         self.leaves: dict[Any, Any] = {}  # -> weak reference to the leaf's Value
         self.blanks: dict[Any, Blank] = {}
+        # Parameters by id of their storage, which the entry itself keeps alive: cheaper than weak references.
+        self.parameters: dict[int, Ref] = {}
         self._forget_dropped = forgetter(self.dropped)
         self._forget_leaf = forgetter(self.leaves)
         self._forget_blank = forgetter(self.blanks)
@@ -150,24 +170,30 @@ class Tape(TorchDispatchMode):
         self.dropped.clear()
         self.leaves.clear()
         self.blanks.clear()
+        self.parameters.clear()
 
     # ------------------------------------------------------------------ dispatch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one op, and record it if the action table says so."""
-        action = PASS if self.paused else self.actions.get(func)
+        # func._op is what OpOverload.__call__ calls; going there directly saves a Python frame on every op.
+        action = self.actions.get(func)
         if action is None:
             action = self._learn(func)
-        if action == PASS:
-            return func(*args, **kwargs) if kwargs else func(*args)
+        if action == PASS or self.paused:
+            if action == HIGHER:
+                return func(*args, **kwargs)
+            return func._op(*args, **kwargs) if kwargs else func._op(*args)
         if action == RECORD:
-            out = func(*args, **kwargs) if kwargs else func(*args)
+            out = func._op(*args, **kwargs) if kwargs else func._op(*args)
             if _grad_enabled():
                 self._record(func, args, kwargs, out, None, None)
             return out
         return self._dispatch_rest(action, func, args, kwargs or {})
 
     def _dispatch_rest(self, action: int, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if action == HIGHER:
+            return func(*args, **kwargs)
         rule = rule_for(func)
         grad = _grad_enabled()
         if action >= WRITE and action != BLANK:
@@ -199,8 +225,8 @@ class Tape(TorchDispatchMode):
 
     def _learn(self, func: Any) -> int:
         rule = rule_for(func)
-        if rule.name.startswith("aten._neg_view"):
-            self.bits = True  # from now on references carry lazy negation
+        if rule.name in ("aten._conj.default", "aten._neg_view.default"):
+            self.bits = True  # from now on references carry lazy conjugation and negation
         action = self.actions[func] = self.actions.make(rule)
         return action
 
@@ -210,111 +236,140 @@ class Tape(TorchDispatchMode):
         self, func: Any, args: Any, kwargs: Any, out: Any, rng: RecordedState | None, rule: Rule | None
     ) -> None:
         """Note the op and drop what it made. Anything unusual among arguments or outputs: kept, as a leaf."""
-        storages: list[Any] = []
+        op = Op()
         try:
-            op = Op()
-            op.func = func
-            op.args = self._arguments(args, storages)
-            op.kwargs = self._keywords(kwargs, storages) if kwargs else None
-            op.rng = rng
-            op.rule = rule
-            made = []
-            position = 0
-            for o in out if type(out) is tuple or type(out) is list else (out,):
-                if o is not None and o.__class__ is Tensor:
-                    storage = o.untyped_storage()
-                    for s in storages:
-                        if s is storage:
-                            break
-                    else:
-                        if o.layout is not torch.strided:
-                            raise _Unrecordable
-                        value = Value()
-                        value.op = op
-                        value.tensor = None
-                        value.version = None
-                        value.packed = value.stale = value.owned = False
-                        value.geometry = (o.size(), o.stride(), o.storage_offset(), o.dtype)
-                        value.nbytes = storage.nbytes()
-                        made.append((position, value, storage))
-                elif isinstance(o, Tensor):
-                    raise _Unrecordable
-                position += 1
+            needs = op.needs = []
+            op.args = self._arguments(args, needs)
+            op.extra = Extra(self._keywords(kwargs, needs), rule, rng) if kwargs or rule is not None else None
+            if out.__class__ is Tensor:
+                entry = self._make(op, out)
+                if entry is None:
+                    return
+                key, value = entry
+                op.outs = ((0, weakref(value)),)
+                self.dropped[key] = value
+            elif not self._make_several(op, out):
+                return
         except (_Unrecordable, NotImplementedError, RuntimeError):
             return
-        if not made:
-            return
+        op.func = func
         op.index = self.count = self.count + 1
         self.recorded += 1
-        dropped = self.dropped
-        pop = self._forget_dropped
-        if len(made) == 1:
-            position, value, storage = made[0]
-            op.outs = ((position, weakref(value)),)
-            dropped[weakref(storage, pop)] = value
-        else:
-            op.outs = tuple((position, weakref(value)) for position, value, _ in made)
-            seen = set()
-            for _, value, storage in made:
-                if id(storage) in seen:  # several outputs in one storage: one value cannot stand for all
-                    for _, v, s in made:
-                        dropped.pop(weakref(s), None)
-                        v.op = None
-                    return
-                seen.add(id(storage))
-                dropped[weakref(storage, pop)] = value
-        for observer in self.observers:
-            observer.recorded(op, args, kwargs, out)
+        if self.observers:
+            for observer in self.observers:
+                observer.recorded(op, args, kwargs, out)
 
-    def _arguments(self, args: Any, storages: list[Any]) -> list[Any]:
-        """``args`` with tensors replaced by references; their storages are added to ``storages``."""
+    def _make(self, op: Op, out: Tensor) -> tuple[Any, Value] | None:
+        """The value of one output and its key in ``dropped``; None if it lies in an input's storage."""
+        if out.layout is not _STRIDED:
+            raise _Unrecordable
+        storage = out.untyped_storage()
+        key = weakref(storage, self._forget_dropped)
+        # Every input is in one of these by now.
+        if key in self.dropped or key in self.leaves or id(storage) in self.parameters:
+            return None
+        value = Value()
+        value.op = op
+        value.tensor = None
+        value.version = None
+        value.flags = 0
+        value.geometry = (out.size(), out.stride(), out.storage_offset(), out.dtype)
+        return key, value
+
+    def _make_several(self, op: Op, outs: Any) -> bool:
+        """Drop each of several outputs; False if there is nothing to drop."""
+        made: dict[Any, tuple[int, Value]] = {}
+        for position, out in enumerate(outs if isinstance(outs, (tuple, list)) else (outs,)):
+            if out.__class__ is Tensor:
+                entry = self._make(op, out)
+                if entry is not None:
+                    if entry[0] in made:  # two outputs in one storage: one value could not stand for both
+                        raise _Unrecordable
+                    made[entry[0]] = (position, entry[1])
+            elif isinstance(out, Tensor):
+                raise _Unrecordable
+        op.outs = tuple([(position, weakref(value)) for position, value in made.values()])
+        for key, (_, value) in made.items():
+            self.dropped[key] = value
+        return bool(made)
+
+    def _arguments(self, args: Any, needs: list[Value]) -> list[Any]:
+        """``args`` with tensors replaced by references; the dropped values among them are added to ``needs``."""
         dropped = self.dropped
         out: list[Any] = []
-        add = out.append
         for a in args:
             kind = a.__class__
-            if kind is Tensor or kind is Parameter:
+            if kind is Tensor:
                 storage = a.untyped_storage()
-                storages.append(storage)
-                key = weakref(storage)
-                value = dropped.get(key)
+                value = dropped.get(weakref(storage))
                 if value is None:
-                    add(self._leaf_ref(a, key))
+                    a = self._leaf_ref(a, storage)
                 else:
-                    dtype = a.dtype
-                    if self.bits or dtype in _COMPLEX:
-                        add(Ref((value, geometry_of(a))))
+                    needs.append(value)
+                    if self.bits:
+                        a = (value, geometry_of(a))
                     else:
-                        add(Ref((value, (a.size(), a.stride(), a.storage_offset(), dtype))))
+                        a = (value, (a.size(), a.stride(), a.storage_offset(), a.dtype))
+            elif kind is Parameter:
+                a = self._parameter_ref(a, a.untyped_storage())
             elif kind in _CONSTANTS:
-                add(a)
-            elif kind is list or kind is tuple:
-                add(self._arguments(a, storages))
+                pass
+            elif kind is list:
+                a = self._arguments(a, needs)
             elif kind is torch.nn.Buffer:
-                add(self._leaf_ref(a, weakref(a.untyped_storage())))
+                a = self._leaf_ref(a, a.untyped_storage())
             else:
                 raise _Unrecordable
+            out.append(a)
         return out
 
-    def _keywords(self, kwargs: dict[str, Any], storages: list[Any]) -> dict[str, Any]:
-        return dict(zip(kwargs, self._arguments(kwargs.values(), storages), strict=True))
+    def _keywords(self, kwargs: dict[str, Any] | None, needs: list[Value]) -> dict[str, Any]:
+        return dict(zip(kwargs, self._arguments(kwargs.values(), needs), strict=True)) if kwargs else {}
 
-    def _leaf_ref(self, tensor: Tensor, key: Any) -> Ref:
+    def _parameter_ref(self, parameter: Tensor, storage: Any) -> Ref:
+        """A reference to a parameter as it is."""
+        key = id(storage)
+        reference = self.parameters.get(key)
+        if reference is not None:
+            if reference[0].tensor is parameter:
+                return reference
+            return (reference[0], geometry_of(parameter))  # two Parameter objects over one storage
+        value = Value()
+        value.op = None
+        value.tensor = parameter
+        value.geometry = None
+        value.version = parameter._version
+        value.flags = PARAMETER
+        value.anchor = key
+        reference = self.parameters[key] = (value, None)
+        return reference
+
+    def _leaf_ref(self, tensor: Tensor, storage: Any) -> Ref:
         """A reference to content that the tape did not compute."""
-        found = self.leaves.get(key)
+        parameter = self.parameters.get(id(storage))
+        if parameter is not None:
+            return (parameter[0], geometry_of(tensor))
+        has_history = tensor.requires_grad
+        if has_history and tensor._base.__class__ is Parameter:
+            parameter = self._parameter_ref(tensor._base, storage)  # type: ignore[arg-type]
+            return (parameter[0], geometry_of(tensor))
+        found = self.leaves.get(weakref(storage))
         value = found() if found is not None else None
-        if value is None:
-            alias = _detach(tensor)
-            value = Value()
-            value.op = None
-            value.tensor = alias
-            value.geometry = geometry = geometry_of(alias)
-            value.version = None if alias.is_inference() else alias._version
-            value.packed = value.stale = value.owned = False
-            value.nbytes = 0
-            self.leaves[weakref(tensor.untyped_storage(), self._forget_leaf)] = weakref(value)
-            return Ref((value, geometry))
-        return Ref((value, geometry_of(tensor)))
+        if value is not None:
+            if self.bits:
+                return (value, geometry_of(tensor))
+            return (value, (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype))
+        if tensor.is_conj() or tensor.is_neg():
+            self.bits = True
+        value = Value()
+        value.op = None
+        # What has no history may be held as it is; anything else would pull its graph along.
+        value.tensor = _alias(tensor) if has_history else tensor
+        value.geometry = None
+        value.version = None if tensor.is_inference() else tensor._version
+        value.flags = 0
+        self.leaves[weakref(storage, self._forget_leaf)] = weakref(value)
+        return (value, None)
 
     # ------------------------------------------------------------------ writes
 
@@ -337,11 +392,19 @@ class Tape(TorchDispatchMode):
         value = self.dropped.pop(key, None)
         if value is not None:
             return value
-        found = self.leaves.pop(key, None)
-        leaf: Value | None = found() if found is not None else None
+        parameter = self.parameters.pop(id(tensor.untyped_storage()), None)
+        if parameter is None:
+            found = self.leaves.pop(key, None)
+            leaf: Value | None = found() if found is not None else None
+        else:
+            leaf = parameter[0]
+            if sys.getrefcount(parameter) <= _ONLY_HERE and sys.getrefcount(leaf) <= _ONLY_HERE + 1:
+                return None  # no recorded op reads it any more
         if leaf is not None and leaf.tensor is not None:
-            leaf.tensor = storage_copy(leaf.tensor)
+            leaf.tensor = storage_copy(leaf.tensor.detach())
+            leaf.geometry = None
             leaf.version = None
+            leaf.flags &= ~PARAMETER
         return leaf
 
     def _write(
@@ -375,15 +438,19 @@ class Tape(TorchDispatchMode):
         """
         target: Tensor = args[0]
         key = weakref(target.untyped_storage()) if target.layout is torch.strided else None
-        version = None if target.is_inference() else target._version
-        out = func(*args, **kwargs)
         value = self.dropped.get(key)
         if value is not None:
             _mark_stale([value])
-        elif version is not None and (found := self.leaves.get(key)) is not None:
-            leaf: Value | None = found()
-            if leaf is not None and leaf.version is not None:
-                leaf.version += target._version - version
+            return func(*args, **kwargs)
+        found = self.leaves.get(key)
+        leaf: Value | None = found() if found is not None else None
+        if leaf is None or leaf.version is None:
+            return func(*args, **kwargs)
+        if leaf.tensor is target:
+            leaf.tensor = _alias(target)  # which keeps its geometry
+        version = target._version
+        out = func(*args, **kwargs)
+        leaf.version += target._version - version
         return out
 
     def _prepare_write(
@@ -401,18 +468,18 @@ class Tape(TorchDispatchMode):
         if blank is not None and not filled:
             return None
         op = Op()
+        op.needs = []
         try:
-            op.rng = _state(rule, args, kwargs) if rule.random else None
+            rng = _state(rule, args, kwargs) if rule.random else None
             if filled:
                 target_geometry = Blank((target.size(), target.stride(), target.dtype, target.device))
-                op.args = [target_geometry, *self._arguments(args[1:], [])]
+                op.args = [target_geometry, *self._arguments(args[1:], op.needs)]
             else:
-                op.args = self._arguments(args, [])
-            op.kwargs = self._keywords(kwargs, []) if kwargs else None
+                op.args = self._arguments(args, op.needs)
+            op.extra = Extra(self._keywords(kwargs, op.needs), rule, rng)
         except (_Unrecordable, NoGenerator, NotImplementedError, RuntimeError):
             return None
         op.func = func
-        op.rule = rule
         return op
 
     def _drop_written(self, op: Op, target: Tensor, overwritten: list[Value]) -> None:
@@ -423,10 +490,9 @@ class Tape(TorchDispatchMode):
         value.op = op
         value.tensor = None
         value.version = None
-        value.packed = value.stale = value.owned = False
+        value.flags = 0
         filled = op.args[0].__class__ is Blank
         value.geometry = geometry_of(target) if filled else overwritten[0].geometry
-        value.nbytes = storage.nbytes()
         op.outs = ((0, weakref(value)),)
         self.dropped[weakref(storage, self._forget_dropped)] = value
         for observer in self.observers:
@@ -442,15 +508,16 @@ class Tape(TorchDispatchMode):
             return (tensor, None)
         value = self.dropped.get(key)
         if value is None:
-            packed: Any = (tensor, None if tensor.is_inference() else tensor._version)
+            packed: Any = (tensor, tensor._version)
         else:
-            value.packed = True
-            if self.bits or tensor.dtype in _COMPLEX:
-                packed = Ref((value, geometry_of(tensor)))
+            value.flags |= PACKED
+            if self.bits:
+                packed = (value, geometry_of(tensor))
             else:
-                packed = Ref((value, (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)))
-        for observer in self.observers:
-            observer.packed(tensor, packed)
+                packed = (value, (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype))
+        if self.observers:
+            for observer in self.observers:
+                observer.packed(tensor, packed)
         return packed
 
     def unpack(self, packed: Any) -> Tensor:
@@ -460,18 +527,23 @@ class Tape(TorchDispatchMode):
             RuntimeError: the tensor was changed in place after it was saved; plain PyTorch raises here too.
             ReplayError: see :func:`~lightning_remat.engine.replay.restore`.
         """
-        if packed.__class__ is Ref:
-            value: Value = packed[0]
-            check_saved(value)
+        if packed[0].__class__ is Value:
+            value: Value
+            value, geometry = packed
             if value.tensor is None:
+                if value.flags & STALE:
+                    raise RuntimeError(MODIFIED)
                 paused, self.paused = self.paused, True
                 try:
                     restore(value, self.clock)
                 finally:
                     self.paused = paused
-            return view_of(value, packed[1])
-        tensor: Tensor = packed[0]
-        if packed[1] is not None and tensor._version != packed[1]:
+            else:
+                check_saved(value)
+            return view_of(value, geometry)
+        tensor: Tensor
+        tensor, version = packed
+        if version is not None and tensor._version != version:
             raise RuntimeError(MODIFIED)
         return tensor
 
@@ -493,6 +565,19 @@ class Tape(TorchDispatchMode):
                 observer.kept(tensor, value)
 
 
+def _alias(tensor: Tensor) -> Tensor:
+    """The same storage without history, sharing the version counter.
+
+    Inside ``__torch_dispatch__`` the key that makes aliases share it is excluded, and a plain ``detach`` would start a
+    counter of its own: a write after the step would go unseen.
+    """
+    _set_excluded(_VERSIONED, False)
+    try:
+        return _detach(tensor)
+    finally:
+        _set_excluded(_VERSIONED, True)
+
+
 def _state(rule: Rule, args: Any, kwargs: dict[str, Any]) -> RecordedState | None:
     """The generator state before a random op; None for attention without dropout, which draws nothing."""
     if rule.kind != "random" and not (rule.dropout is not None and rule.dropout < len(args) and args[rule.dropout]):
@@ -502,4 +587,5 @@ def _state(rule: Rule, args: Any, kwargs: dict[str, Any]) -> RecordedState | Non
 
 def _mark_stale(values: list[Value]) -> None:
     for value in values:
-        value.stale = value.stale or value.packed
+        if value.flags & PACKED:
+            value.flags |= STALE

@@ -10,16 +10,23 @@ by reference count alone::
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref as weakref
 
 import torch
 from torch import Tensor
 
+from lightning_remat.engine.generators import RecordedState
+from lightning_remat.engine.rules import Rule
 from lightning_remat.errors import MODIFIED, ReplayError
 
 Geometry = tuple[Any, Any, Any, torch.dtype]
 """(size, stride, storage offset, dtype) as a tensor reports them."""
+
+
+Ref = tuple["Value", "Geometry | None"]
+"""A tensor argument, or what autograd holds in place of a saved tensor. A plain tuple: making one is most of what
+recording costs, and arguments of ops contain no other tuples."""
 
 
 class Value:
@@ -29,40 +36,42 @@ class Value:
     to keep), and from its replay on for a dropped one. ``op`` is set while the content is absent and can be made.
     """
 
-    __slots__ = ("__weakref__", "geometry", "nbytes", "op", "owned", "packed", "stale", "tensor", "version")
+    __slots__ = ("__weakref__", "anchor", "flags", "geometry", "op", "tensor", "version")
 
     tensor: Tensor | None
     op: Op | None
-    geometry: Geometry | None  # of ``tensor``, or of what the op returned
+    geometry: Geometry | None  # of ``tensor``, or of what the op returned; None: not looked up yet
     version: int | None  # of a leaf: its version counter when it was first referenced; None: do not check
-    packed: bool  # autograd has saved it
-    stale: bool  # written to after autograd had saved it
-    owned: bool  # ``tensor`` was made by a replay, and a replay may write into it
-    nbytes: int  # size of the storage when it was dropped
+    flags: int  # PACKED, STALE, OWNED, PARAMETER
+    anchor: int  # of a parameter: identity of the storage it had when it was referenced, else unset
+
+
+PACKED = 1  # autograd has saved it
+STALE = 2  # it was written to after autograd had saved it
+OWNED = 4  # its tensor was made by a replay, and a replay may write into it
+PARAMETER = 8  # its tensor is the user's Parameter object itself
 
 
 class Op:
     """One recorded op: what to call, and on what."""
 
-    __slots__ = ("args", "func", "index", "kwargs", "label", "outs", "rng", "rule")
+    __slots__ = ("args", "extra", "func", "index", "label", "needs", "outs")
 
     func: Any
-    args: list[Any]  # tensors are replaced by Ref (or Blank)
-    kwargs: dict[str, Any] | None
-    rng: tuple[torch.Generator, Tensor] | None  # the generator and its state before the op ran
+    args: list[Any]  # tensors are replaced by references, which are the only tuples here (or by Blank)
+    needs: list[Value]  # the dropped values among them, keywords included
+    extra: Extra | None  # for ops that need more than positional arguments
     outs: tuple[tuple[int, weakref[Value]], ...]  # (position among the outputs, value)
     index: int  # order of execution
-    rule: Any  # None for ops that need nothing special
     label: Any  # (module, op name) while a ledger is kept, else unset
 
 
-class Ref(tuple[Any, ...]):
-    """(value, geometry): a tensor argument, or what autograd holds in place of a saved tensor.
+class Extra(NamedTuple):
+    """What only some ops need for their replay."""
 
-    A tuple, since making one is most of what recording costs.
-    """
-
-    __slots__ = ()
+    kwargs: dict[str, Any]
+    rule: Rule | None = None
+    rng: RecordedState | None = None
 
 
 class Blank(tuple[Any, ...]):
@@ -83,13 +92,17 @@ def geometry_of(tensor: Tensor) -> Geometry:
     return geometry if flags == (False, False) else (*geometry, flags)  # type: ignore[return-value]
 
 
-def view_of(value: Value, geometry: Geometry) -> Tensor:
-    """The content of a present value under ``geometry``; the same storage, never a copy."""
-    tensor = value.tensor
-    assert tensor is not None
-    if value.geometry == geometry:
+def view_of(value: Value, geometry: Geometry | None) -> Tensor:
+    """The content of a present value under ``geometry`` (None: as it is); the same storage, never a copy."""
+    tensor: Tensor = value.tensor  # type: ignore[assignment]
+    if geometry is None:
         return tensor
-    if tensor.dtype is geometry[3] and len(geometry) == 4 and not (tensor.is_conj() or tensor.is_neg()):
+    have = value.geometry
+    if have is None:
+        have = value.geometry = geometry_of(tensor)
+    if have == geometry:
+        return tensor
+    if len(have) == len(geometry) == 4 and have[3] is geometry[3]:
         return tensor.as_strided(geometry[0], geometry[1], geometry[2])
     return from_storage(tensor.untyped_storage(), geometry, tensor.device)
 
@@ -111,14 +124,22 @@ def storage_copy(tensor: Tensor) -> Tensor:
 
 
 def check_leaf(value: Value) -> None:
-    """Raise if a leaf that a replay reads was written to where the tape could not see it."""
+    """Raise if a leaf that a replay reads was written to, or replaced, where the tape could not see it."""
     tensor = value.tensor
-    if value.version is not None and tensor is not None and tensor._version != value.version:
+    if tensor is None or value.version is None:
+        return
+    if tensor._version != value.version:
         raise ReplayError(
             f"a tensor of shape {tuple(tensor.shape)} from which dropped values are recomputed was changed in place "
             "between forward and backward, outside the recorded step (for instance by an optimizer step between the "
             "two). Run that change inside the step (under the same Remat context), or keep these values: "
             "policy='none', or a policy that keeps the ops that read it."
+        )
+    if value.flags & PARAMETER and id(tensor.untyped_storage()) != value.anchor:
+        raise ReplayError(
+            f"the storage of a parameter of shape {tuple(tensor.shape)} was replaced (param.data = ...) between "
+            "forward and backward, and values that depend on it are to be recomputed. Replace it after backward, or "
+            "use policy='none' for this step."
         )
 
 
@@ -128,7 +149,7 @@ def check_saved(value: Value) -> None:
     Raises:
         RuntimeError: with PyTorch's own words; plain PyTorch raises here too.
     """
-    if value.stale or (
+    if value.flags & STALE or (
         value.version is not None and value.tensor is not None and value.tensor._version != value.version
     ):
         raise RuntimeError(MODIFIED)

@@ -19,7 +19,7 @@ from lightning_remat.engine.plain import call_as_plain
 from lightning_remat.engine.replay import Clock, missing_ops, restore
 from lightning_remat.engine.rules import Rule, rule_for
 from lightning_remat.engine.tape import Tape
-from lightning_remat.engine.values import Op, Ref, Value, view_of
+from lightning_remat.engine.values import OWNED, Op, Value, view_of
 
 BYTES_PER_STEP = 64 * 1024**2
 """How much is compared in one step."""
@@ -57,8 +57,8 @@ class Verifier:
             return
         self._twice.add(rule.name)
         with torch.no_grad():
-            if op.rng is not None:
-                with rewound(op.rng):
+            if op.extra is not None and op.extra.rng is not None:
+                with rewound(op.extra.rng):
                     again = op.func(*args, **(kwargs or {}))
             elif rule.inner:
                 again, _ = call_as_plain(op.func, args, kwargs or {})
@@ -69,14 +69,14 @@ class Verifier:
 
     def packed(self, tensor: Tensor, packed: Any) -> None:
         """Compute a dropped value that autograd saves, if its ops have not all been checked."""
-        if packed.__class__ is not Ref or packed[0].tensor is not None:
+        if packed[0].__class__ is not Value or packed[0].tensor is not None:
             return
         value: Value = packed[0]
         ops = missing_ops(value)
         rules = [rule_for(op.func) for op in ops]
         if self._left <= 0 or all(rule.name in self.checked for rule in rules):
             return
-        self._left -= sum(v.nbytes for op in ops for v in _values(op))
+        self._left -= len(ops) * tensor.numel() * tensor.element_size()
         if same_bits(tensor, _computed_again(value, ops, packed[1], self._tape)):
             self.values += 1
             self.checked.update(rule.name for rule in rules)
@@ -111,7 +111,8 @@ def _computed_again(value: Value, ops: list[Op], geometry: Any, tape: Tape | Non
         return view_of(value, geometry).clone()
     finally:
         for v, op in touched:
-            v.tensor, v.op, v.owned = None, op, False
+            v.tensor, v.op = None, op
+            v.flags &= ~OWNED
         if tape is not None:
             tape.paused = paused
 

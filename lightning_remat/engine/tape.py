@@ -133,13 +133,16 @@ class Tape(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    # Set once lazy conjugation or negation has been seen: from then on references carry it. For all tapes, since they
+    # share action tables, and what one of them has learnt the next does not look at again.
+    bits = False
+
     def __init__(self, clock: Clock) -> None:
         super().__init__()
         self.clock = clock
         self.paused = False
         self.count = 0
         self.recorded = 0
-        self.bits = False
         self.actions = ActionTable(lambda rule: PASS)
         self.decide: Ask = lambda rule, outs: True
         # By storage, through a weak reference to its Python object, which lives exactly as long as the storage: an
@@ -226,7 +229,7 @@ class Tape(TorchDispatchMode):
     def _learn(self, func: Any) -> int:
         rule = rule_for(func)
         if rule.name in ("aten._conj.default", "aten._neg_view.default"):
-            self.bits = True  # from now on references carry lazy conjugation and negation
+            Tape.bits = True
         action = self.actions[func] = self.actions.make(rule)
         return action
 
@@ -360,7 +363,7 @@ class Tape(TorchDispatchMode):
                 return (value, geometry_of(tensor))
             return (value, (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype))
         if tensor.is_conj() or tensor.is_neg():
-            self.bits = True
+            Tape.bits = True
         value = Value()
         value.op = None
         # What has no history may be held as it is; anything else would pull its graph along.

@@ -77,8 +77,12 @@ class Policy:
 
     def action(self, rule: Rule) -> int:
         """The tape's action for an op under this policy."""
+        if rule.form == "higher":
+            return tape.HIGHER
         if rule.form == "view":
-            return tape.PASS
+            if rule.name in ("aten._conj.default", "aten._neg_view.default"):
+                return tape.LAZY
+            return tape.SPLITS if rule.name.startswith("aten.unsafe_") else tape.PASS
         keep = rule.kind in ("fixed", "factory") or rule.kind in self.keeps
         if rule.form == "write":
             return tape.WRITE_KEEP if keep else tape.WRITE_ASK if self.ask is not None else tape.WRITE
@@ -88,7 +92,7 @@ class Policy:
             return tape.WATCH if rule.hidden or rule.inner else tape.PASS
         if self.ask is not None:
             return tape.ASK
-        slow = rule.random or rule.hidden or rule.inner or rule.name.startswith("aten._to_copy")
+        slow = rule.random or rule.hidden or rule.inner or rule.transfers
         return tape.SLOW if slow else tape.RECORD
 
     def blocks_per_segment(self, blocks: int) -> int | None:

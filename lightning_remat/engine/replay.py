@@ -23,6 +23,7 @@ from lightning_remat.engine.values import OWNED, Blank, Extra, Geometry, Op, Val
 from lightning_remat.errors import ReplayError
 
 _DisableAutocast = torch._C._DisableAutocast
+_BelowAutograd = torch._C._AutoDispatchBelowAutograd
 _set_grad_enabled = torch._C._set_grad_enabled
 
 # References to a value that only the op being replayed refers to: its reference and its list of needs, a local variable,
@@ -54,10 +55,12 @@ def restore(value: Value, clock: Clock) -> None:
     """
     start = perf_counter()
     ops = missing_ops(value)
+    # As in forward, where the tape called the op from inside its dispatch mode: below autograd, but with grad mode on,
+    # which some kernels look at (oneDNN's recurrent layer makes no workspace without it).
     grad = torch.is_grad_enabled()
-    _set_grad_enabled(False)
+    _set_grad_enabled(True)
     try:
-        with _DisableAutocast():
+        with _BelowAutograd(), _DisableAutocast():
             clock.replayed_ops += len(ops)
             if clock.on_replay is not None:
                 _run_timed(ops, clock.on_replay)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-Form = Literal["view", "pure", "write", "blank"]
+Form = Literal["view", "pure", "write", "blank", "higher"]
 Kind = Literal["expensive", "cheap", "random", "factory", "fixed"]
 
 # Outputs alias an input although the schema does not say so.
@@ -146,13 +146,14 @@ class Rule:
 
     Attributes:
         name: such as ``"aten.addmm.default"``.
-        form: ``view`` (output shares an input's storage), ``pure``, ``write`` (changes an argument) or ``blank``.
+        form: ``view`` (output shares an input's storage), ``pure``, ``write`` (changes an argument), ``blank`` or ``higher`` (a higher-order op).
         kind: what policies choose by; ``fixed`` is never recomputed.
         writes: positions (int) and keywords (str) of the arguments that the op changes.
         fills: the old content of the changed argument does not matter.
         moves: it only changes how the argument shows its storage (``unsqueeze_``, ``t_``); no byte is written.
         hidden: positions of running statistics that the op updates on the side.
         training: position of the flag that says whether it updates them; None if it always does.
+        transfers: with a ``device`` argument it copies to another device.
         dropout: position of the dropout probability, if the op is random only when that is above zero.
         inner: it calls ops that depend on keys above Python; see :func:`~lightning_remat.engine.plain.call_as_plain`.
     """
@@ -166,6 +167,7 @@ class Rule:
     hidden: tuple[int, ...] = ()
     training: int | None = None
     dropout: int | None = None
+    transfers: bool = False
     inner: bool = False
 
     @property
@@ -188,7 +190,7 @@ def rule_for(func: Any) -> Rule:
 def _make_rule(func: Any) -> Rule:
     if not isinstance(func, torch._ops.OpOverload):
         # A higher-order op (flex_attention, cond, ...): its body is not ours to run again.
-        return Rule(name=str(func), form="pure", kind="fixed")
+        return Rule(name=str(func), form="higher", kind="fixed")
     schema = func._schema
     name = str(func)
     base = schema.name
@@ -218,6 +220,7 @@ def _make_rule(func: Any) -> Rule:
         hidden=hidden,
         training=_TRAINING_FLAG.get(base),
         dropout=dropout,
+        transfers=base == "aten::_to_copy",
         inner=form != "view" and (base in _INNER or base.startswith(_EXPENSIVE_STEMS)),
     )
 

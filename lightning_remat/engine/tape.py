@@ -32,6 +32,7 @@ from lightning_remat.engine.rules import Rule, rule_for
 from lightning_remat.engine.values import (
     PACKED,
     PARAMETER,
+    SPLIT,
     STALE,
     Blank,
     Extra,
@@ -55,7 +56,9 @@ WRITE = 5  # changes an argument; the new content is dropped where it can be
 WRITE_ASK = 6
 WRITE_KEEP = 7
 BLANK = 8  # makes uninitialised memory
-HIGHER = 9  # a higher-order op: like PASS, but it is no overload
+SPLITS = 9  # makes views with version counters of their own
+LAZY = 10  # makes a view with a conjugate or negative bit
+HIGHER = 11  # a higher-order op: like PASS, but it is no overload
 
 Ask = Callable[[Rule, Any], bool]
 """(rule, outputs) -> whether to drop them."""
@@ -133,16 +136,13 @@ class Tape(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    # Set once lazy conjugation or negation has been seen: from then on references carry it. For all tapes, since they
-    # share action tables, and what one of them has learnt the next does not look at again.
-    bits = False
-
     def __init__(self, clock: Clock) -> None:
         super().__init__()
         self.clock = clock
         self.paused = False
         self.count = 0
         self.recorded = 0
+        self.bits = False
         self.actions = ActionTable(lambda rule: PASS)
         self.decide: Ask = lambda rule, outs: True
         # By storage, through a weak reference to its Python object, which lives exactly as long as the storage: an
@@ -197,9 +197,17 @@ class Tape(TorchDispatchMode):
     def _dispatch_rest(self, action: int, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if action == HIGHER:
             return func(*args, **kwargs)
+        if action == LAZY:
+            self.bits = True  # from now on references carry lazy conjugation and negation
+            return func(*args, **kwargs)
+        if action == SPLITS:
+            value = self.dropped.get(weakref(args[0].untyped_storage()))
+            if value is not None:
+                value.flags |= SPLIT
+            return func(*args, **kwargs)
         rule = rule_for(func)
         grad = _grad_enabled()
-        if action >= WRITE and action != BLANK:
+        if WRITE <= action <= WRITE_KEEP:
             return self._write(action, func, rule, args, kwargs, grad)
         if action == BLANK:
             out = func(*args, **kwargs)
@@ -221,15 +229,14 @@ class Tape(TorchDispatchMode):
             keep = keep or autocast
         else:
             out = func(*args, **kwargs)
-        # A copy to another device crosses the bus: kept.
-        if not keep and kwargs.get("device") is None and (action != ASK or self.decide(rule, out)):
+        if rule.transfers and kwargs.get("device") is not None:
+            keep = True  # it may cross the bus
+        if not keep and (action != ASK or self.decide(rule, out)):
             self._record(func, args, kwargs, out, rng, rule)
         return out
 
     def _learn(self, func: Any) -> int:
         rule = rule_for(func)
-        if rule.name in ("aten._conj.default", "aten._neg_view.default"):
-            Tape.bits = True
         action = self.actions[func] = self.actions.make(rule)
         return action
 
@@ -363,7 +370,7 @@ class Tape(TorchDispatchMode):
                 return (value, geometry_of(tensor))
             return (value, (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype))
         if tensor.is_conj() or tensor.is_neg():
-            Tape.bits = True
+            self.bits = True
         value = Value()
         value.op = None
         # What has no history may be held as it is; anything else would pull its graph along.
@@ -447,10 +454,10 @@ class Tape(TorchDispatchMode):
             return func(*args, **kwargs)
         found = self.leaves.get(key)
         leaf: Value | None = found() if found is not None else None
+        if leaf is not None and leaf.tensor is target:
+            leaf.tensor = _alias(target)  # which keeps its geometry
         if leaf is None or leaf.version is None:
             return func(*args, **kwargs)
-        if leaf.tensor is target:
-            leaf.tensor = _alias(target)  # which keeps its geometry
         version = target._version
         out = func(*args, **kwargs)
         leaf.version += target._version - version
@@ -493,7 +500,7 @@ class Tape(TorchDispatchMode):
         value.op = op
         value.tensor = None
         value.version = None
-        value.flags = 0
+        value.flags = overwritten[0].flags & SPLIT if overwritten else 0
         filled = op.args[0].__class__ is Blank
         value.geometry = geometry_of(target) if filled else overwritten[0].geometry
         op.outs = ((0, weakref(value)),)
@@ -590,5 +597,5 @@ def _state(rule: Rule, args: Any, kwargs: dict[str, Any]) -> RecordedState | Non
 
 def _mark_stale(values: list[Value]) -> None:
     for value in values:
-        if value.flags & PACKED:
+        if value.flags & PACKED and not value.flags & SPLIT:
             value.flags |= STALE

@@ -49,6 +49,7 @@ class Value:
 PACKED = 1  # autograd has saved it
 STALE = 2  # it was written to after autograd had saved it
 OWNED = 4  # its tensor was made by a replay, and a replay may write into it
+SPLIT = 16  # its storage was split into views that count their versions apart (unsafe_split, in GRU cells)
 PARAMETER = 8  # its tensor is the user's Parameter object itself
 
 

@@ -1,0 +1,73 @@
+"""The command line: finds what was asked for and hands over. Nothing is computed here."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated
+
+import typer
+
+from lightning_remat.__about__ import __version__
+
+# Help texts here are plain: no shell completion is installed, and square brackets in them mean what they say.
+app = typer.Typer(
+    name="lightning-remat",
+    help="Activation recomputation for PyTorch Lightning: less memory, the same results bit for bit.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"lightning-remat {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Options that stand before a command."""
+
+
+@app.command(
+    # The demo has its own options and its own --help; they are passed on as they are.
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    help="Train a small GPT under several policies and compare memory, time and results. See: demo --help",
+)
+def demo(context: typer.Context) -> None:
+    """Run ``examples/demo_gpt.py`` with the remaining arguments."""
+    run: typer.Typer = load_example("demo_gpt").app
+    run(args=context.args, prog_name=context.command_path)
+
+
+def examples_folder() -> Path:
+    """Where the examples are: inside the package in an installed wheel, beside it in a checkout.
+
+    Raises:
+        FileNotFoundError: If they are in neither place, with both places named.
+    """
+    package = Path(__file__).parent
+    places = [package / "_examples", package.parent / "examples"]
+    for place in places:
+        if (place / "demo_gpt.py").is_file():
+            return place
+    raise FileNotFoundError(
+        f"The examples are neither in {places[0]} nor in {places[1]}: install lightning-remat again, or run it from a "
+        "clone."
+    )
+
+
+def load_example(name: str) -> ModuleType:
+    """Import ``name.py`` from the examples, which import one another by their plain names, as scripts do."""
+    folder = str(examples_folder())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return importlib.import_module(name)

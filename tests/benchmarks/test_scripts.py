@@ -1,0 +1,47 @@
+"""The benchmark scripts run and write what they measured; no test asserts a time."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+SMALL = ["--blocks", "2", "--width", "32", "--context", "16", "--batch", "2"]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, script: str, folder: Path, *args: str) -> dict[str, Any]:
+    """Run a benchmark on a small model; returns its JSON."""
+    monkeypatch.syspath_prepend(HERE)
+    monkeypatch.delitem(sys.modules, "models", raising=False)  # a name that other code may use, too
+    monkeypatch.setattr(sys, "argv", [script, *SMALL, *args, "--json", str(folder / "out.json")])
+    with pytest.raises(SystemExit) as leaving:
+        runpy.run_path(str(HERE / script), run_name="__main__")
+    sys.modules.pop("models", None)
+    assert not leaving.value.code
+    return json.loads((folder / "out.json").read_text())
+
+
+def test_peak_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`full` takes no more than per-block checkpointing; the peer's list gives less than plain."""
+    written = run(monkeypatch, "peak_memory.py", tmp_path)
+
+    assert [result["shape"]["attention"] for result in written["results"]] == ["fused", "eager"]
+    for result in written["results"]:
+        rows = {row["variant"]: row for row in result["rows"]}
+        assert rows["remat full"]["of_peer"] <= 1.03
+        assert rows["remat selective"]["of_plain"] < 1
+
+
+def test_step_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Both tables have every variant, after all of them gave the same gradients."""
+    written = run(monkeypatch, "step_time.py", tmp_path, "--rounds", "1", "--tiny-rounds", "1", "--threads", "1")
+
+    steps, host = written["results"]
+    assert {"plain", "torch checkpoint", "torch selective", "remat full"} <= {row["variant"] for row in steps["rows"]}
+    assert {"pass-through mode", "remat selective"} <= {row["variant"] for row in host["rows"]}
+    assert all(row["total_s"] > 0 for result in written["results"] for row in result["rows"])

@@ -37,6 +37,9 @@ from lightning_remat.engine.replay import Clock
 from lightning_remat.engine.rules import rule_for
 from lightning_remat.engine.tape import Tape
 
+# Importing PyTorch's test utilities forbids the process to set backend flags any more; other tests do.
+torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
+
 DTYPES = (torch.float32, torch.complex64)
 # What may be done with a sample: the op, its in-place variant, the op under autocast, and a gradient of a gradient.
 VARIANTS = ("function", "in place", "in place on a view", "autocast", "twice")

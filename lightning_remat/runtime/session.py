@@ -22,6 +22,7 @@ from lightning_remat.engine.blocks import (
     there,
 )
 from lightning_remat.engine.ledger import Ledger, LedgerTape, ModuleStack
+from lightning_remat.engine.plain import backward_outside
 from lightning_remat.engine.policies import (
     FULL,
     KEEP_ALL,
@@ -310,6 +311,7 @@ class Remat:
             stack.enter_context(self._modules.watching())
         stack.callback(tape.clear)
         stack.enter_context(transforms_allowed(tape.hooks))
+        stack.enter_context(backward_outside(tape))
         stack.enter_context(tape.hooks)
         stack.enter_context(tape)
 

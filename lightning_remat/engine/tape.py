@@ -252,12 +252,21 @@ class Tape(TorchDispatchMode):
             op.args = self._arguments(args, needs)
             op.extra = Extra(self._keywords(kwargs, needs), rule, rng) if kwargs or rule is not None else None
             if out.__class__ is Tensor:
-                entry = self._make(op, out)
-                if entry is None:
+                # The commonest case, written out: what _make does for each of several outputs.
+                if out.layout is not _STRIDED:
                     return
-                key, value = entry
+                storage = out.untyped_storage()
+                key = weakref(storage, self._forget_dropped)
+                dropped = self.dropped
+                if key in dropped or key in self.leaves or id(storage) in self.parameters:
+                    return
+                value = Value()
+                value.op = op
+                value.tensor = value.version = None
+                value.flags = 0
+                value.geometry = (out.size(), out.stride(), out.storage_offset(), out.dtype)
                 op.outs = ((0, weakref(value)),)
-                self.dropped[key] = value
+                dropped[key] = value
             elif not self._make_several(op, out):
                 return
         except (_Unrecordable, NotImplementedError, RuntimeError):

@@ -23,20 +23,20 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.heads = heads
-        self.dropout = dropout
         self.norm_1 = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
         self.norm_2 = nn.LayerNorm(width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, time, width = x.shape
         q, k, v = self.qkv(self.norm_1(x)).view(batch, time, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        drop = self.dropout if self.training else 0.0
-        attended = F.scaled_dot_product_attention(q, k, v, dropout_p=drop, is_causal=True)
-        x = x + F.dropout(self.proj(attended.transpose(1, 2).reshape(batch, time, width)), drop)
-        return x + F.dropout(self.mlp(self.norm_2(x)), drop)
+        # No dropout on the attention weights themselves: with it a CPU has no fused kernel.
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.drop(self.proj(attended.transpose(1, 2).reshape(batch, time, width)))
+        return x + self.drop(self.mlp(self.norm_2(x)))
 
 
 class ByteGPT(nn.Module):
@@ -44,10 +44,10 @@ class ByteGPT(nn.Module):
 
     def __init__(self, *, blocks: int, width: int, heads: int, context: int, dropout: float = 0.1) -> None:
         super().__init__()
-        self.dropout = dropout
         self.embed = nn.Embedding(BYTES, width)
         self.position = nn.Parameter(torch.zeros(context, width))
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(blocks))
+        self.drop = nn.Dropout(dropout)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, BYTES, bias=False)
         self.head.weight = self.embed.weight
@@ -55,8 +55,7 @@ class ByteGPT(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits ``(B, T, 256)`` for tokens ``(B, T)`` in 0..255, T at most the context."""
-        x = self.embed(tokens) + self.position[: tokens.shape[1]]
-        x = F.dropout(x, self.dropout, self.training)
+        x = self.drop(self.embed(tokens) + self.position[: tokens.shape[1]])
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))

@@ -70,7 +70,7 @@ class Shape:
 
 SHAPES = {
     Size.tiny: Shape(blocks=4, width=32, heads=2, context=32, batch=2),  # seconds, for tests
-    Size.small: Shape(blocks=8, width=192, heads=6, context=256, batch=4),  # under two minutes on two CPU cores
+    Size.small: Shape(blocks=8, width=192, heads=6, context=256, batch=6),  # under two minutes on two CPU cores
     Size.base: Shape(blocks=12, width=768, heads=12, context=1024, batch=8),  # wants an accelerator
 }
 
@@ -323,7 +323,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 @app.command()
 def main(
     size: Annotated[Size, typer.Option(help="Shape of the model; base wants an accelerator.")] = Size.small,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps per policy.")] = 30,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps per policy.")] = 20,
     batch: Annotated[int | None, typer.Option(min=1, help="Windows of text per step.", show_default="by size")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     policy: Annotated[

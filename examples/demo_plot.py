@@ -34,8 +34,8 @@ def draw_memory(curves: list[Curve], path: Path, title: str) -> str:
     import matplotlib.pyplot as plt
 
     last = max(curve.memory.timeline[-1][0] for curve in curves)
-    columns = min(len(curves), 4)
-    rows = -(-len(curves) // columns)
+    rows = -(-len(curves) // 4)
+    columns = -(-len(curves) // rows)
     figure, axes = plt.subplots(
         rows,
         columns,
@@ -52,6 +52,8 @@ def draw_memory(curves: list[Curve], path: Path, title: str) -> str:
             continue
         _draw_panel(panel, curves[index], curves[0], COLOURS[index % len(COLOURS)], top)
         panel.set_xlim(0, last * 1.02)
+        panel.locator_params(axis="x", nbins=5)
+        panel.tick_params(labelbottom=index + columns >= len(curves))  # the last panel of its column has the numbers
     figure.supxlabel(
         f"time in the step, profiled [s]{' · grey: ' + curves[0].policy if len(curves) > 1 else ''}",
         fontsize=9,
@@ -79,7 +81,7 @@ def _draw_panel(panel: Any, curve: Curve, reference: Curve, colour: str, top: fl
     panel.plot(seconds[peak], live[peak], "o", color=colour, ms=5, mec="white", mew=1.0, zorder=4)
     panel.axhline(live[peak], color=colour, lw=0.8, ls=(0, (3, 3)), zorder=1)
     panel.annotate(
-        f"{live[peak]:.0f} MiB{share}",
+        f"{live[peak]:.3g} MiB{share}",
         (0.98, live[peak]),
         xycoords=("axes fraction", "data"),
         xytext=(0, 4),

@@ -89,10 +89,10 @@ class Policy:
         if rule.form == "blank":
             return tape.PASS if "random" in self.keeps else tape.BLANK
         if keep:
-            return tape.WATCH if rule.hidden else tape.PASS
+            return tape.WATCH if rule.hidden or rule.inner else tape.PASS
         if self.ask is not None:
             return tape.ASK
-        slow = rule.random or rule.hidden or rule.transfers
+        slow = rule.random or rule.hidden or rule.inner or rule.transfers
         return tape.SLOW if slow else tape.RECORD
 
     def blocks_per_segment(self, blocks: int) -> int | None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_remat.engine.generators import rewound
+from lightning_remat.engine.plain import replay_as_plain
 from lightning_remat.engine.values import OWNED, Blank, Extra, Geometry, Op, Value, check_leaf, storage_copy, view_of
 from lightning_remat.errors import ReplayError
 
@@ -157,6 +158,8 @@ def _call(op: Op, extra: Extra) -> Any:
         for i in rule.hidden:
             if i < len(args) and isinstance(args[i], Tensor):
                 args[i] = args[i].clone()
+    if rule is not None and rule.inner:
+        return replay_as_plain(op.func, args, kwargs)
     if extra.rng is None:
         return op.func(*args, **kwargs)
     with rewound(extra.rng):

@@ -86,6 +86,16 @@ _EXPENSIVE = frozenset(
 )
 _EXPENSIVE_STEMS = ("aten::linalg_", "aten::_linalg_")
 
+# Kernels that call ops which depend on lazy conjugation (complex linalg.pinv and lstsq) or on autocast (_trilinear,
+# linalg.pinv). The rest of the family is here since its kernel for another device may do so, too. All are so dear that
+# a guard around them does not count.
+_INNER = frozenset(
+    "aten::" + name
+    for name in (
+        "_trilinear cholesky_inverse cholesky_solve geqrf ormqr orgqr lu_unpack triangular_solve pinverse"
+    ).split()
+)
+
 # Never run again. The reason stands on the line above each group.
 _FIXED = frozenset(
     {
@@ -101,6 +111,9 @@ _FIXED = frozenset(
         "aten::resize_",
         "aten::resize_as_",
         "aten::record_stream",
+        # LAPACK's gelsy, its default driver on the CPU, reads a pivot array that PyTorch leaves uninitialised: the last
+        # bits differ from run to run (seen on torch 2.13).
+        "aten::linalg_lstsq",
     }
 )
 # Quantised tensors carry their scale outside the storage; nested and sparse ones keep their shape outside it.
@@ -137,10 +150,12 @@ class Rule:
         kind: what policies choose by; ``fixed`` is never recomputed.
         writes: positions (int) and keywords (str) of the arguments that the op changes.
         fills: the old content of the changed argument does not matter.
+        moves: it only changes how the argument shows its storage (``unsqueeze_``, ``t_``); no byte is written.
         hidden: positions of running statistics that the op updates on the side.
         training: position of the flag that says whether it updates them; None if it always does.
         transfers: with a ``device`` argument it copies to another device.
         dropout: position of the dropout probability, if the op is random only when that is above zero.
+        inner: it calls ops that depend on keys above Python; see :func:`~lightning_remat.engine.plain.call_as_plain`.
     """
 
     name: str
@@ -148,10 +163,12 @@ class Rule:
     kind: Kind
     writes: tuple[int | str, ...] = ()
     fills: bool = False
+    moves: bool = False
     hidden: tuple[int, ...] = ()
     training: int | None = None
     dropout: int | None = None
     transfers: bool = False
+    inner: bool = False
 
     @property
     def random(self) -> bool:
@@ -199,10 +216,12 @@ def _make_rule(func: Any) -> Rule:
         kind=kind,
         writes=tuple(writes) if form == "write" else (),
         fills=base in FILLS,
+        moves=torch.Tag.inplace_view in func.tags and base not in _FIXED,
         hidden=hidden,
         training=_TRAINING_FLAG.get(base),
         dropout=dropout,
         transfers=base == "aten::_to_copy",
+        inner=form != "view" and (base in _INNER or base.startswith(_EXPENSIVE_STEMS)),
     )
 
 

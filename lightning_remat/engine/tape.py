@@ -26,6 +26,7 @@ from torch.nn.parameter import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_remat.engine.generators import NoGenerator, RecordedState, state_before
+from lightning_remat.engine.plain import call_as_plain
 from lightning_remat.engine.replay import Clock, restore
 from lightning_remat.engine.rules import Rule, rule_for
 from lightning_remat.engine.values import (
@@ -48,9 +49,9 @@ from lightning_remat.errors import MODIFIED
 # Actions: what an action table says about an overload.
 PASS = 0  # call it; its result is a leaf
 RECORD = 1  # call it and drop what it makes
-SLOW = 2  # the same, for ops with a generator, hidden writes, or a device argument
+SLOW = 2  # the same, for ops with a generator, hidden writes, ops inside, or a device argument
 ASK = 3  # the same, if the policy says so
-WATCH = 4  # keep what it makes, but mind what it writes on the side
+WATCH = 4  # keep what it makes, but mind what it writes on the side, or the ops inside
 WRITE = 5  # changes an argument; the new content is dropped where it can be
 WRITE_ASK = 6
 WRITE_KEEP = 7
@@ -223,7 +224,11 @@ class Tape(TorchDispatchMode):
                 keep = True
         if rule.hidden:
             self._before_hidden_write(rule, args)
-        out = func(*args, **kwargs)
+        if rule.inner:
+            out, autocast = call_as_plain(func, args, kwargs)
+            keep = keep or autocast
+        else:
+            out = func(*args, **kwargs)
         if rule.transfers and kwargs.get("device") is not None:
             keep = True  # it may cross the bus
         if not keep and (action != ASK or self.decide(rule, out)):
@@ -247,12 +252,21 @@ class Tape(TorchDispatchMode):
             op.args = self._arguments(args, needs)
             op.extra = Extra(self._keywords(kwargs, needs), rule, rng) if kwargs or rule is not None else None
             if out.__class__ is Tensor:
-                entry = self._make(op, out)
-                if entry is None:
+                # The commonest case, written out: what _make does for each of several outputs.
+                if out.layout is not _STRIDED:
                     return
-                key, value = entry
+                storage = out.untyped_storage()
+                key = weakref(storage, self._forget_dropped)
+                dropped = self.dropped
+                if key in dropped or key in self.leaves or id(storage) in self.parameters:
+                    return
+                value = Value()
+                value.op = op
+                value.tensor = value.version = None
+                value.flags = 0
+                value.geometry = (out.size(), out.stride(), out.storage_offset(), out.dtype)
                 op.outs = ((0, weakref(value)),)
-                self.dropped[key] = value
+                dropped[key] = value
             elif not self._make_several(op, out):
                 return
         except (_Unrecordable, NotImplementedError, RuntimeError):
@@ -420,6 +434,8 @@ class Tape(TorchDispatchMode):
         Where the old content was dropped, or was blank and is filled by this op, the new one is dropped as well.
         Otherwise the new content takes the old one's place as a leaf; what was recorded from the old one gets a copy.
         """
+        if rule.moves:
+            return self._move(func, args, kwargs)
         targets: list[Tensor] = []
         for w in rule.writes:
             target = kwargs.get(w) if w.__class__ is str else args[w] if w < len(args) else None  # type: ignore[operator]
@@ -428,10 +444,32 @@ class Tape(TorchDispatchMode):
         if grad and action != WRITE_KEEP and rule.kind != "fixed" and rule.writes == (0,) and len(targets) == 1:
             op = self._prepare_write(func, rule, args, kwargs, targets[0])
         overwritten = [v for v in map(self._before_write, targets) if v is not None]
-        out = func(*args, **kwargs)
+        out = call_as_plain(func, args, kwargs)[0] if rule.inner else func(*args, **kwargs)
         _mark_stale(overwritten)
         if op is not None and (action != WRITE_ASK or self.decide(rule, targets[0])):
             self._drop_written(op, targets[0], overwritten)
+        return out
+
+    def _move(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """An in-place op that writes no byte (``unsqueeze_``): the storage keeps its value.
+
+        Its version counter moves nevertheless, and plain PyTorch refuses in backward what was saved before.
+        """
+        target: Tensor = args[0]
+        key = weakref(target.untyped_storage()) if target.layout is torch.strided else None
+        value = self.dropped.get(key)
+        if value is not None:
+            _mark_stale([value])
+            return func(*args, **kwargs)
+        found = self.leaves.get(key)
+        leaf: Value | None = found() if found is not None else None
+        if leaf is not None and leaf.tensor is target:
+            leaf.tensor = _alias(target)  # which keeps its geometry
+        if leaf is None or leaf.version is None:
+            return func(*args, **kwargs)
+        version = target._version
+        out = func(*args, **kwargs)
+        leaf.version += target._version - version
         return out
 
     def _prepare_write(

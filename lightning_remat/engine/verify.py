@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_remat.engine.generators import rewound
+from lightning_remat.engine.plain import call_as_plain
 from lightning_remat.engine.replay import Clock, missing_ops, restore
 from lightning_remat.engine.rules import Rule, rule_for
 from lightning_remat.engine.tape import Tape
@@ -62,6 +63,8 @@ class Verifier:
         if op.extra is not None and op.extra.rng is not None:
             with rewound(op.extra.rng):
                 again = op.func(*args, **(kwargs or {}))
+        elif rule.inner:
+            again, _ = call_as_plain(op.func, args, kwargs or {})
         else:
             again = op.func(*args, **(kwargs or {}))
         scratch = _SCRATCH.get(rule.name)

@@ -22,6 +22,7 @@ from lightning_remat.engine.blocks import (
     there,
 )
 from lightning_remat.engine.ledger import Ledger, LedgerTape, ModuleStack
+from lightning_remat.engine.plain import backward_outside
 from lightning_remat.engine.policies import (
     FULL,
     KEEP_ALL,
@@ -69,8 +70,9 @@ class Remat:
 
     Args:
         policy: ``"auto"``, ``"none"``, ``"full"``, ``"every:k"``, ``"sqrt"``, ``"selective"``, a function over ops
-            (:class:`OpInfo` in, ``"keep"`` or ``"recompute"`` out; a pure function, since answers may be reused), or a
-            mapping from module name patterns to policies (first match wins; modules that match nothing keep all).
+            (:class:`OpInfo` in, ``"keep"`` or ``"recompute"`` out), or a mapping from module name patterns to policies
+            (first match wins; modules that match nothing keep all). With a function, what enters and leaves a block is
+            kept only if ``blocks`` are named.
         budget: peak device memory of a training step: bytes, ``"20GiB"``, or a share of the device, ``"80%"``. Used by
             ``policy="auto"`` only.
         blocks: what the model's blocks are, if those found are not the right ones: a module class, a name pattern
@@ -118,6 +120,9 @@ class Remat:
             )
         # With a budget the first step takes the lean policy, and is looked at to see whether there is room for more.
         self._policy = (FULL if self._budget is not None else SELECTIVE) if self._auto else parse_policy(policy)
+        if self._policy.ask is not None and blocks is not None:
+            # Naming blocks asks for their borders; without them a function over ops decides about everything.
+            self._policy = replace(self._policy, segment=1)
         self._blocks_option = blocks
         self._clock = Clock()
         self._tape = Tape(self._clock)
@@ -306,6 +311,7 @@ class Remat:
             stack.enter_context(self._modules.watching())
         stack.callback(tape.clear)
         stack.enter_context(transforms_allowed(tape.hooks))
+        stack.enter_context(backward_outside(tape))
         stack.enter_context(tape.hooks)
         stack.enter_context(tape)
 

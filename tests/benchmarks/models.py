@@ -187,7 +187,7 @@ def ours(policy: str, peer: Variant) -> Variant:
 def ours_with_list(peer: Variant) -> Variant:
     """`Remat` under a function that keeps exactly what the peer's list keeps."""
     engine = Remat(policy=lambda op: "keep" if op.name in EXPENSIVE_NAMES else "recompute")
-    return Variant(name="remat, the same list", around=lambda: engine, peer=peer.name)
+    return Variant(name="remat, same list", around=lambda: engine, peer=peer.name)
 
 
 def check_equal(variants: list[Variant], model: nn.Module, batch: Tensor) -> None:

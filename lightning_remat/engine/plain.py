@@ -1,0 +1,118 @@
+"""What PyTorch does otherwise while a dispatch mode is active, put back to what it does without one.
+
+Two things differ, and both change bits:
+
+- Many formulas of autograd ask whether a mode is active and if so avoid in-place and data-dependent ops: the gradient
+  of ``prod`` or ``masked_fill`` is then a sum in another order. So backward runs with the tape off the mode stack.
+- Inside ``__torch_dispatch__`` the dispatch keys above Python are excluded. Among them are the one that resolves lazy
+  conjugation and the one of autocast. A kernel that calls ``x.mH`` and multiplies the result, as complex
+  ``linalg.pinv`` does, then reads numbers that were never conjugated; one that leaves a product to autocast, as
+  ``bilinear`` does, gets another dtype. Such ops are called with those keys back in force.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any
+
+import torch
+from torch.utils import _python_dispatch as dispatch
+
+_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
+
+_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+
+_LAZY_BITS = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor)
+_AUTOCAST = tuple(key for name, key in torch._C.DispatchKey.__members__.items() if name.startswith("Autocast"))
+
+# Ops that leave a product inside them to autocast, and for each the composite op that calls it. Where that one has an
+# autocast kernel, we take it to be the caller: linalg.pinv called for itself under autocast on the CPU cannot be told
+# from torch.pinverse, and is computed in float32, as the latter is.
+_LEAVES_TO_AUTOCAST = {"aten::_trilinear": "aten::bilinear", "aten::linalg_pinv": "aten::pinverse"}
+
+_lock = Lock()
+_outside: list[Any] = []  # modes that stay outside of backward, once for each time they have been entered
+_original: Callable[..., Any] | None = None
+
+
+@contextmanager
+def backward_outside(mode: Any) -> Iterator[None]:
+    """While this lasts, a backward pass started on a thread where ``mode`` is active runs without it.
+
+    There is no official switch. The function that ``torch.autograd.backward`` and ``grad`` both call is replaced, as
+    PyTorch itself does for tracing; on a thread where no such mode is active, it does what it always does.
+    """
+    global _original
+    with _lock:
+        _outside.append(mode)
+        if len(_outside) == 1:
+            _original = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+            torch.autograd._engine_run_backward = _run_backward  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        # The last to leave puts the function back: steps on several threads need not end in the order they began.
+        with _lock:
+            _outside.remove(mode)
+            if not _outside:
+                torch.autograd._engine_run_backward = _original  # type: ignore[attr-defined, assignment]
+
+
+def _run_backward(*args: Any, **kwargs: Any) -> Any:
+    original = _original
+    assert original is not None
+    stack = dispatch._get_current_dispatch_mode_stack()
+    first = next((position for position, mode in enumerate(stack) if mode in _outside), None)
+    if first is None:
+        return original(*args, **kwargs)
+    taken = stack[first:]
+    others = [mode for mode in taken if mode not in _outside]
+    _swap(len(taken), others)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        _swap(len(others), taken)
+
+
+def _swap(count: int, modes: list[Any]) -> None:
+    """Take the innermost ``count`` modes off the stack and put ``modes`` there."""
+    for _ in range(count):
+        dispatch._pop_mode()
+    for mode in modes:
+        dispatch._push_mode(mode)
+
+
+def call_as_plain(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, bool]:
+    """Call an op from inside ``__torch_dispatch__`` such that the ops it calls find the keys they find without a mode.
+
+    Returns:
+        What the op returned, and whether autocast was in force inside, which a replay does not bring back.
+    """
+    # The keys as they were when the op was called.
+    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
+        keys = [key for key in _LAZY_BITS if not _excluded(key)]
+        caller = _LEAVES_TO_AUTOCAST.get(func._schema.name)
+        autocast = [] if caller is None else [key for key in _AUTOCAST if not _excluded(key)]
+    # An op with an autocast kernel of its own switches autocast off for what it calls.
+    autocast = [key for key in autocast if caller is not None and not _has_kernel(caller, key.name)]
+    return _with_keys([*keys, *autocast], func, args, kwargs), bool(autocast)
+
+
+def replay_as_plain(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call such an op again for a replay, wherever that happens: past all modes."""
+    with torch._C._DisableTorchDispatch():
+        return _with_keys(_LAZY_BITS, func, args, kwargs)
+
+
+def _with_keys(keys: Sequence[Any], func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    changed = [key for key in keys if _excluded(key)]
+    for key in changed:
+        _exclude(key, False)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        for key in changed:
+            _exclude(key, True)

@@ -1,0 +1,64 @@
+"""In-place ops that write no byte: `unsqueeze_`, `t_` and their like change how a tensor shows its storage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_remat import Remat
+from lightning_remat.engine.verify import same_bits
+
+MOVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "unsqueeze_": lambda t: t.unsqueeze_(0),
+    "squeeze_": lambda t: t.unsqueeze_(0).squeeze_(0),
+    "t_": lambda t: t.t_(),
+    "transpose_": lambda t: t.transpose_(0, 1),
+    "swapaxes_": lambda t: t.swapaxes_(0, 1),
+    "as_strided_": lambda t: t.as_strided_((3, 2), (2, 1), 1),
+}
+
+
+def recompute(op: object) -> str:
+    return "recompute"
+
+
+@pytest.mark.parametrize("name", MOVES)
+@pytest.mark.parametrize("computed", [True, False], ids=["dropped", "kept"])
+def test_a_moved_tensor_goes_on_as_the_same_value(name: str, computed: bool) -> None:
+    """What was recorded before the move and what comes after both find the content, under their own geometry."""
+
+    def gradient() -> Tensor:
+        x = torch.arange(12.0).reshape(4, 3).requires_grad_()
+        t = x * 2 if computed else torch.zeros(4, 3) + 2
+        before = x + t  # does not save t, but is computed from it
+        moved = MOVES[name](t)
+        loss = (before * before.sin()).sum() + (moved * moved.cos() * x.sum()).sum()
+        loss.backward()
+        assert x.grad is not None
+        return x.grad
+
+    plain = gradient()
+    remat = Remat(policy=recompute)
+    for _ in range(2):
+        with remat:
+            again = gradient()
+        assert same_bits(again, plain)
+    assert remat.stats.replayed_ops > 0
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_moving_what_autograd_has_saved_is_refused_as_in_plain_pytorch(inside: bool) -> None:
+    x = torch.ones(3, requires_grad=True)
+    with Remat(policy=recompute):
+        t = x.exp()
+        loss = (t * t).sum()
+        t.unsqueeze_(0)
+        if inside:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+    if not inside:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()

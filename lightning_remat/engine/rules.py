@@ -46,7 +46,7 @@ _SILENT_VIEWS = frozenset(
 )
 
 # Memory whose content is undefined until something writes to it. Code that the dispatcher does not show (Triton,
-# pybind, NumPy) may be what writes, so such a tensor counts as computed by us only after a visible op has filled it all.
+# pybind, NumPy) may be what writes, so such a tensor counts as computed by us only after a visible op filled it all.
 _BLANK = frozenset(
     {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided"}
 )

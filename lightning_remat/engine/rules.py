@@ -46,7 +46,7 @@ _SILENT_VIEWS = frozenset(
 )
 
 # Memory whose content is undefined until something writes to it. Code that the dispatcher does not show (Triton,
-# pybind, NumPy) may be what writes, so such a tensor counts as computed by us only after a visible op has filled all of it.
+# pybind, NumPy) may be what writes, so such a tensor counts as computed by us only after a visible op filled it all.
 _BLANK = frozenset(
     {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided"}
 )
@@ -135,7 +135,8 @@ class Rule:
 
     Attributes:
         name: such as ``"aten.addmm.default"``.
-        form: ``view`` (output shares an input's storage), ``pure``, ``write`` (changes an argument), ``blank`` or ``higher`` (a higher-order op).
+        form: ``view`` (output shares an input's storage), ``pure``, ``write`` (changes an argument), ``blank``, or
+            ``higher`` (a higher-order op).
         kind: what policies choose by; ``fixed`` is never recomputed.
         writes: positions (int) and keywords (str) of the arguments that the op changes.
         fills: the old content of the changed argument does not matter.

@@ -64,7 +64,7 @@ def backward_outside(mode: Any) -> Iterator[None]:
 def _run_backward(*args: Any, **kwargs: Any) -> Any:
     original = _original
     assert original is not None
-    stack = dispatch._get_current_dispatch_mode_stack()
+    stack: list[Any] = dispatch._get_current_dispatch_mode_stack()
     first = next((position for position, mode in enumerate(stack) if mode in _outside), None)
     if first is None:
         return original(*args, **kwargs)
@@ -75,7 +75,7 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
     # by the thread of the process group, which needs the GIL for that; whoever destroys the group waits for that
     # thread with the GIL in hand.
     hooks = stack[first].hooks
-    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    top: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     ours = top is not None and top[0] == hooks.pack_hook
     if ours:
         hooks.__exit__()

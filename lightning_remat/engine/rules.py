@@ -143,7 +143,7 @@ class Rule:
         moves: it only changes how the argument shows its storage (``unsqueeze_``, ``t_``); no byte is written.
         hidden: positions of running statistics that the op updates on the side.
         training: position of the flag that says whether it updates them; None if it always does.
-        transfers: with a ``device`` argument it copies to another device.
+        transfers: its ``device`` argument may name another device than that of its input.
         dropout: position of the dropout probability, if the op is random only when that is above zero.
         inner: it calls ops that depend on keys above Python; see :func:`~lightning_remat.engine.plain.call_as_plain`.
     """

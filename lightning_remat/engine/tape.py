@@ -141,8 +141,8 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             keep = keep or autocast
         else:
             out = func(*args, **kwargs)
-        if rule.transfers and kwargs.get("device") is not None:
-            keep = True  # it may cross the bus
+        if rule.transfers and kwargs.get("device") not in (None, args[0].device):
+            keep = True  # it crosses the bus
         if not keep and (action != ASK or self.decide(rule, out)):
             self._record(func, args, kwargs, out, rng, rule)
         return out

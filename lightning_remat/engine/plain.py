@@ -74,8 +74,9 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
     # The hooks as well: a collective that backward starts would take them along in its thread state, to be released
     # by the thread of the process group, which needs the GIL for that; whoever destroys the group waits for that
     # thread with the GIL in hand.
-    hooks = stack[first].hooks
-    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    tape: Any = stack[first]
+    hooks = tape.hooks
+    top: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     ours = top is not None and top[0] == hooks.pack_hook
     if ours:
         hooks.__exit__()

@@ -140,6 +140,7 @@ class Rule:
         kind: what policies choose by; ``fixed`` is never recomputed.
         writes: positions (int) and keywords (str) of the arguments that the op changes.
         fills: the old content of the changed argument does not matter.
+        in_place: it writes its first argument and nothing else, and may be run again.
         moves: it only changes how the argument shows its storage (``unsqueeze_``, ``t_``); no byte is written.
         hidden: positions of running statistics that the op updates on the side.
         training: position of the flag that says whether it updates them; None if it always does.
@@ -159,6 +160,7 @@ class Rule:
     dropout: int | None = None
     transfers: bool = False
     inner: bool = False
+    in_place: bool = False
 
     @property
     def random(self) -> bool:
@@ -200,18 +202,21 @@ def _make_rule(func: Any) -> Rule:
                 dropout = position
         if dropout is None:
             kind = "random"
+    moves = torch.Tag.inplace_view in func.tags and base not in _FIXED
+    inner = form != "view" and (base in _INNER or base.startswith(_EXPENSIVE_STEMS))
     return Rule(
         name=name,
         form=form,
         kind=kind,
         writes=tuple(writes) if form == "write" else (),
         fills=base in FILLS,
-        moves=torch.Tag.inplace_view in func.tags and base not in _FIXED,
+        moves=moves,
         hidden=hidden,
         training=_TRAINING_FLAG.get(base),
         dropout=dropout,
         transfers=base == "aten::_to_copy",
-        inner=form != "view" and (base in _INNER or base.startswith(_EXPENSIVE_STEMS)),
+        inner=inner,
+        in_place=form == "write" and writes == [0] and kind != "fixed" and not moves and not inner,
     )
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter
 
-from lightning_remat.engine.values import HELD, Blank, Op, Ref, Value, geometry_of, storage_copy
+from lightning_remat.engine.values import HELD, Op, Ref, Value, geometry_of, storage_copy
 
 _PLAIN = frozenset({Tensor, Parameter, torch.nn.Buffer})
 _CONSTANTS = frozenset(
@@ -84,7 +84,7 @@ class Store:
         self.bits = False
         self.dropped: dict[Any, Value] = {}
         self.leaves: dict[Any, Any] = {}
-        self.blanks: dict[Any, Blank] = {}
+        self.blanks: dict[Any, None] = {}
         self.parameters: dict[int, Ref] = {}
         self._forget_dropped = forgetter(self.dropped)
         self._forget_leaf = forgetter(self.leaves)

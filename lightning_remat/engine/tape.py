@@ -44,8 +44,6 @@ from lightning_remat.engine.values import (
     PACKED,
     SPLIT,
     STALE,
-    Blank,
-    Extra,
     Op,
     Value,
     check_saved,
@@ -107,6 +105,14 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         return self._dispatch_rest(action, func, args, kwargs or {})
 
     def _dispatch_rest(self, action: int, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if WRITE <= action <= WRITE_KEEP:
+            return self._write(action, func, args, kwargs)
+        grad = _grad_enabled()
+        if action == BLANK:
+            out = func._op(*args, **kwargs)
+            if grad and out.__class__ is Tensor and out.layout is _STRIDED:
+                self.blanks[weakref(out.untyped_storage(), self._forget_blank)] = None
+            return out
         if action == HIGHER:
             return func(*args, **kwargs)
         if action == LAZY:
@@ -118,15 +124,6 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
                 value.flags |= SPLIT
             return func(*args, **kwargs)
         rule = rule_for(func)
-        grad = _grad_enabled()
-        if WRITE <= action <= WRITE_KEEP:
-            return self._write(action, func, rule, args, kwargs, grad)
-        if action == BLANK:
-            out = func(*args, **kwargs)
-            if grad and out.__class__ is Tensor and out.layout is torch.strided:
-                blank = Blank((out.size(), out.stride(), out.dtype, out.device))
-                self.blanks[weakref(out.untyped_storage(), self._forget_blank)] = blank
-            return out
         keep = not grad or action == WATCH
         rng = None
         if not keep and rule.random:
@@ -162,7 +159,7 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         try:
             needs = op.needs = []
             op.args = self._arguments(args, needs)
-            op.extra = Extra(self._keywords(kwargs, needs), rule, rng) if kwargs or rule is not None else None
+            op.extra = (self._keywords(kwargs, needs), rule, rng) if kwargs or rule is not None else None
             if out.__class__ is Tensor:
                 # The commonest case, written out: what _make does for each of several outputs.
                 if out.layout is not _STRIDED:

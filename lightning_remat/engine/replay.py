@@ -110,7 +110,9 @@ def run(op: Op) -> None:
             if kind is tuple:
                 value, geometry = a
                 tensor = value.tensor
-                if value.version is not None:
+                if value.version is not None and (
+                    tensor._version != value.version or id(tensor.untyped_storage()) != value.anchor
+                ):
                     check_leaf(value)
                 if geometry is None or geometry == value.geometry:
                     add(tensor)

@@ -46,7 +46,7 @@ _SILENT_VIEWS = frozenset(
 )
 
 # Memory whose content is undefined until something writes to it. Code that the dispatcher does not show (Triton,
-# pybind, NumPy) may be what writes, so such a tensor counts as computed by us only after a visible op filled it all.
+# pybind, NumPy) may be what writes, so it is kept, unless a visible op then fills all of it with random numbers.
 _BLANK = frozenset(
     {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided"}
 )
@@ -140,6 +140,7 @@ class Rule:
         kind: what policies choose by; ``fixed`` is never recomputed.
         writes: positions (int) and keywords (str) of the arguments that the op changes.
         fills: the old content of the changed argument does not matter.
+        draws: it fills its first argument with random numbers.
         in_place: it writes its first argument and nothing else, and may be run again.
         moves: it only changes how the argument shows its storage (``unsqueeze_``, ``t_``); no byte is written.
         hidden: positions of running statistics that the op updates on the side.
@@ -161,6 +162,7 @@ class Rule:
     transfers: bool = False
     inner: bool = False
     in_place: bool = False
+    draws: bool = False
 
     @property
     def random(self) -> bool:
@@ -216,6 +218,7 @@ def _make_rule(func: Any) -> Rule:
         dropout=dropout,
         transfers=base == "aten::_to_copy",
         inner=inner,
+        draws=base in FILLS and kind == "random",
         in_place=form == "write" and writes == [0] and kind != "fixed" and not moves and not inner,
     )
 

@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_remat.engine.actions import (
     ASK,
-    BLANK,
     HIGHER,
     LAZY,
     PASS,
@@ -102,17 +101,11 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             if _grad_enabled():
                 self._record(func, args, kwargs, out, None, None)
             return out
+        if WRITE <= action <= WRITE_KEEP:
+            return self._write(action, func, args, kwargs or {})
         return self._dispatch_rest(action, func, args, kwargs or {})
 
     def _dispatch_rest(self, action: int, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if WRITE <= action <= WRITE_KEEP:
-            return self._write(action, func, args, kwargs)
-        grad = _grad_enabled()
-        if action == BLANK:
-            out = func._op(*args, **kwargs)
-            if grad and out.__class__ is Tensor and out.layout is _STRIDED:
-                self.blanks[weakref(out.untyped_storage(), self._forget_blank)] = None
-            return out
         if action == HIGHER:
             return func(*args, **kwargs)
         if action == LAZY:
@@ -124,6 +117,7 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
                 value.flags |= SPLIT
             return func(*args, **kwargs)
         rule = rule_for(func)
+        grad = _grad_enabled()
         keep = not grad or action == WATCH
         rng = None
         if not keep and rule.random:

@@ -44,7 +44,7 @@ class Writes(Store):
     def _write(self, action: int, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """An op that changes an argument: a new value of the same storage.
 
-        Where the old content was dropped, or was blank and is filled by this op, the new one is dropped as well.
+        Where the old content was dropped, so is the new one, and so are random numbers that fill a storage (a mask).
         Otherwise the new content takes the old one's place as a leaf; what was recorded from the old one gets a copy.
         """
         rule = rule_for(func)
@@ -54,7 +54,7 @@ class Writes(Store):
                 storage = target.untyped_storage()
                 key = weakref(storage)
                 old = self.dropped.get(key)
-                if old is not None or key in self.blanks:
+                if old is not None or (rule.draws and self._is_unread(key, storage)):
                     op = self._prepare_write(func, rule, args, kwargs, target, storage, old)
                     if op is not None:
                         return self._write_dropped(op, action, args, kwargs, target, key, old)
@@ -71,6 +71,10 @@ class Writes(Store):
             _mark_stale(value)
         return out
 
+    def _is_unread(self, key: Any, storage: Any) -> bool:
+        """Whether no recorded op reads what the storage holds now, and it is not a parameter's."""
+        return key not in self.leaves and id(storage) not in self.parameters
+
     def _prepare_write(
         self,
         func: Any,
@@ -84,7 +88,7 @@ class Writes(Store):
         """The op as it is to be recorded, its references taken while the old content is still current; else None."""
         fills = rule.fills and target.numel() * target.element_size() == storage.nbytes()
         if old is None and not fills:
-            return None
+            return None  # the rest of the storage may have been written by code that we do not see
         op = Op()
         needs: list[Value] = []
         try:
@@ -107,9 +111,7 @@ class Writes(Store):
         """Run a prepared write, and drop the new content."""
         func = op.func
         out = func._op(*args, **kwargs) if kwargs else func._op(*args)
-        if old is None:
-            self.blanks.pop(key, None)
-        else:
+        if old is not None:
             _mark_stale(old)
         if action == WRITE_ASK and not self.decide(op.extra[1], target):  # type: ignore[index, arg-type]
             self.dropped.pop(key, None)

@@ -64,7 +64,7 @@ def backward_outside(mode: Any) -> Iterator[None]:
 def _run_backward(*args: Any, **kwargs: Any) -> Any:
     original = _original
     assert original is not None
-    stack: list[Any] = dispatch._get_current_dispatch_mode_stack()
+    stack = dispatch._get_current_dispatch_mode_stack()
     first = next((position for position, mode in enumerate(stack) if mode in _outside), None)
     if first is None:
         return original(*args, **kwargs)
@@ -74,7 +74,8 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
     # The hooks as well: a collective that backward starts would take them along in its thread state, to be released
     # by the thread of the process group, which needs the GIL for that; whoever destroys the group waits for that
     # thread with the GIL in hand.
-    hooks = stack[first].hooks
+    tape: Any = stack[first]
+    hooks = tape.hooks
     top: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     ours = top is not None and top[0] == hooks.pack_hook
     if ours:

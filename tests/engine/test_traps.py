@@ -444,7 +444,7 @@ def test_backward_on_another_thread() -> None:
 
 
 def test_backward_inside_the_step_runs_outside_of_the_tape() -> None:
-    """Neither mode nor hooks are in force there: a collective that backward starts would carry them to other threads."""
+    """Neither mode nor hooks are in force there: what backward starts there (a collective) would carry them off."""
     seen = []
 
     def look(grad: torch.Tensor) -> None:

@@ -1,8 +1,8 @@
 """What can go wrong, as a tree.
 
-    RematError
-    ├── ConfigurationError (also a ValueError)   an option that cannot work: raised before the first step
-    └── ReplayError (also a RuntimeError)        a dropped value cannot be computed again as it was
+RematError
+├── ConfigurationError (also a ValueError)   an option that cannot work: raised before the first step
+└── ReplayError (also a RuntimeError)        a dropped value cannot be computed again as it was
 """
 
 from __future__ import annotations

@@ -138,7 +138,8 @@ def check_blocks_option(wanted: object) -> None:
         is_class = isinstance(entry, type) and issubclass(entry, nn.Module)
         if not (is_class or (isinstance(entry, str) and entry) or isinstance(entry, nn.Module)):
             raise ConfigurationError(
-                f"blocks={entry!r}: give a module class, a name pattern such as 'layers.*', a module, or a list of these."
+                f"blocks={entry!r}: give a module class, a name pattern such as 'layers.*', a module, or a list "
+                "of these."
             )
 
 
@@ -159,7 +160,9 @@ def outermost(named: Named) -> Named:
 def there(root: nn.Module) -> str:
     """A sentence that says which names and classes a model has, for error messages."""
     names = [name for name, _ in root.named_modules() if name]
-    classes = sorted({type(m).__name__ for m in root.modules() if any(True for _ in m.children())} - {type(root).__name__})
+    classes = sorted(
+        {type(m).__name__ for m in root.modules() if any(True for _ in m.children())} - {type(root).__name__}
+    )
     if not names:
         return "it has no submodules."
     shown = ", ".join(names[:12]) + (f", ... ({len(names)} in all)" if len(names) > 12 else "")

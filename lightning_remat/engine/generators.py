@@ -31,8 +31,8 @@ def default_generator(device: torch.device) -> torch.Generator:
     generators = getattr(module, "default_generators", None)
     if not generators:
         raise NoGenerator(device.type)
-    index = device.index if device.index is not None else module.current_device()  # type: ignore[union-attr]
-    generator: torch.Generator = generators[index]
+    index: int | None = device.index  # the stubs say int, but "cuda" has none
+    generator: torch.Generator = generators[module.current_device() if index is None else index]  # type: ignore[union-attr]
     return generator
 
 

@@ -19,8 +19,12 @@ from torch.nn.modules import module as module_hooks
 
 from lightning_remat.engine.replay import Clock
 from lightning_remat.engine.rules import rule_for
-from lightning_remat.engine.tape import Tape, forgetter
+from lightning_remat.engine.store import forgetter
+from lightning_remat.engine.tape import Tape
 from lightning_remat.engine.values import Op, Value
+
+OUTSIDE = "input, parameter or buffer"
+"""Stands for the op that made a tensor where the step did not make it."""
 
 
 @dataclass
@@ -148,7 +152,7 @@ class Ledger:
         if key in self._counted:
             return
         self._counted[key] = None
-        module, op = self._made.get(weakref(storage), ("", "input, parameter or buffer"))
+        module, op = self._made.get(weakref(storage), ("", OUTSIDE))
         dropped = packed[0].__class__ is Value
         nbytes = storage.nbytes()
         self.saved.append(Saved(nbytes, tuple(tensor.shape), tensor.dtype, module, op, dropped))
@@ -178,7 +182,7 @@ class Ledger:
         self._counted.clear()
 
 
-class LedgerTape(Tape):
+class LedgerTape(Tape):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
     """A tape that keeps a ledger of everything it sees."""
 
     def __init__(self, clock: Clock, ledger: Ledger) -> None:

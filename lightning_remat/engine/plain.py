@@ -71,9 +71,20 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
     taken = stack[first:]
     others = [mode for mode in taken if mode not in _outside]
     _swap(len(taken), others)
+    # The hooks as well: a collective that backward starts would take them along in its thread state, to be released
+    # by the thread of the process group, which needs the GIL for that; whoever destroys the group waits for that
+    # thread with the GIL in hand.
+    tape: Any = stack[first]
+    hooks = tape.hooks
+    top: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    ours = top is not None and top[0] == hooks.pack_hook
+    if ours:
+        hooks.__exit__()
     try:
         return original(*args, **kwargs)
     finally:
+        if ours:
+            hooks.__enter__()
         _swap(len(others), taken)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lightning_remat.engine import tape
+from lightning_remat.engine import actions
 from lightning_remat.engine.rules import Rule
 from lightning_remat.errors import ConfigurationError
 
@@ -78,22 +78,22 @@ class Policy:
     def action(self, rule: Rule) -> int:
         """The tape's action for an op under this policy."""
         if rule.form == "higher":
-            return tape.HIGHER
+            return actions.HIGHER
         if rule.form == "view":
             if rule.name in ("aten._conj.default", "aten._neg_view.default"):
-                return tape.LAZY
-            return tape.SPLITS if rule.name.startswith("aten.unsafe_") else tape.PASS
+                return actions.LAZY
+            return actions.SPLITS if rule.name.startswith("aten.unsafe_") else actions.PASS
         keep = rule.kind in ("fixed", "factory") or rule.kind in self.keeps
         if rule.form == "write":
-            return tape.WRITE_KEEP if keep else tape.WRITE_ASK if self.ask is not None else tape.WRITE
+            return actions.WRITE_KEEP if keep else actions.WRITE_ASK if self.ask is not None else actions.WRITE
         if rule.form == "blank":
-            return tape.PASS if "random" in self.keeps else tape.BLANK
+            return actions.PASS if "random" in self.keeps else actions.BLANK
         if keep:
-            return tape.WATCH if rule.hidden or rule.inner else tape.PASS
+            return actions.WATCH if rule.hidden or rule.inner else actions.PASS
         if self.ask is not None:
-            return tape.ASK
+            return actions.ASK
         slow = rule.random or rule.hidden or rule.inner or rule.transfers
-        return tape.SLOW if slow else tape.RECORD
+        return actions.SLOW if slow else actions.RECORD
 
     def blocks_per_segment(self, blocks: int) -> int | None:
         """How many consecutive blocks share one segment, of ``blocks`` in all; None: borders are not kept."""

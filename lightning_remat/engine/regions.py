@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from lightning_remat.engine.actions import ActionTable
 from lightning_remat.engine.policies import Policy
-from lightning_remat.engine.tape import ActionTable, Tape
+from lightning_remat.engine.tape import Tape
 
 
 class Part:

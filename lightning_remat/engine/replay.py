@@ -26,8 +26,8 @@ _DisableAutocast = torch._C._DisableAutocast
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
 _set_grad_enabled = torch._C._set_grad_enabled
 
-# References to a value that only the op being replayed refers to: its reference and its list of needs, a local variable,
-# getrefcount's argument.
+# References to a value that only the op being replayed refers to: from its arguments, its list of needs, a local
+# variable, and getrefcount's argument.
 _ONLY_THIS_OP = 4
 
 

@@ -15,6 +15,11 @@ import torch
 Form = Literal["view", "pure", "write", "blank", "higher"]
 Kind = Literal["expensive", "cheap", "random", "factory", "fixed"]
 
+
+def _aten(names: str) -> frozenset[str]:
+    return frozenset(f"aten::{name}" for name in names.split())
+
+
 # Outputs alias an input although the schema does not say so.
 _SILENT_VIEWS = frozenset(
     {
@@ -40,61 +45,45 @@ _SILENT_VIEWS = frozenset(
     }
 )
 
-# Memory whose content is undefined until something writes to it. Code that the dispatcher does not show (Triton, pybind,
-# NumPy) may be what writes, so such a tensor counts as computed by us only after a visible op has filled all of it.
+# Memory whose content is undefined until something writes to it. Code that the dispatcher does not show (Triton,
+# pybind, NumPy) may be what writes, so such a tensor counts as computed by us only after a visible op filled it all.
 _BLANK = frozenset(
     {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided"}
 )
 
 # Made from nothing and open to invisible writes for the same reason: kept. They are also where global state (default
 # dtype, default device) would come in a second time.
-_FACTORIES = frozenset(
-    "aten::" + name
-    for name in (
-        "zeros zeros_like new_zeros ones ones_like new_ones full full_like new_full arange linspace logspace eye "
-        "scalar_tensor tril_indices triu_indices hann_window hamming_window bartlett_window blackman_window "
-        "kaiser_window from_file _efficientzerotensor"
-    ).split()
+_FACTORIES = _aten(
+    "zeros zeros_like new_zeros ones ones_like new_ones full full_like new_full arange linspace logspace eye "
+    "scalar_tensor tril_indices triu_indices hann_window hamming_window bartlett_window blackman_window "
+    "kaiser_window from_file _efficientzerotensor"
 )
 
 # In-place ops after which the old content of the written tensor no longer matters.
-FILLS = frozenset(
-    "aten::" + name
-    for name in (
-        "bernoulli_ uniform_ normal_ random_ exponential_ geometric_ log_normal_ cauchy_ fill_ zero_ copy_"
-    ).split()
-)
+FILLS = _aten("bernoulli_ uniform_ normal_ random_ exponential_ geometric_ log_normal_ cauchy_ fill_ zero_ copy_")
 
 # Dear to run again: matrix products, convolutions, attention, recurrent kernels, factorisations, transforms, sorting.
-_EXPENSIVE = frozenset(
-    "aten::" + name
-    for name in (
-        "mm addmm bmm baddbmm addbmm addmv mv dot vdot addr _addmm_activation _scaled_mm _grouped_mm _int_mm "
-        "_trilinear convolution _convolution convolution_overrideable mkldnn_convolution cudnn_convolution "
-        "cudnn_convolution_transpose cudnn_convolution_relu cudnn_convolution_add_relu miopen_convolution "
-        "_slow_conv2d_forward slow_conv3d_forward slow_conv_transpose2d slow_conv_transpose3d "
-        "conv_depthwise3d _conv_depthwise2d slow_conv_dilated2d slow_conv_dilated3d "
-        "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
-        "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
-        "_scaled_dot_product_fused_attention_overrideable _flash_attention_forward _efficient_attention_forward "
-        "_cudnn_attention_forward "
-        "mkldnn_rnn_layer _thnn_fused_lstm_cell _thnn_fused_gru_cell mkldnn_linear "
-        "_cdist_forward _pdist_forward grid_sampler_2d grid_sampler_3d _fft_c2c _fft_r2c _fft_c2r "
-        "_ctc_loss _cudnn_ctc_loss sort topk kthvalue median mode unique_dim _unique2 histc cumprod "
-        "_embedding_bag geqrf ormqr lu_unpack cholesky_inverse cholesky_solve triangular_solve"
-    ).split()
+_EXPENSIVE = _aten(
+    "mm addmm bmm baddbmm addbmm addmv mv dot vdot addr _addmm_activation _scaled_mm _grouped_mm _int_mm "
+    "_trilinear convolution _convolution convolution_overrideable mkldnn_convolution cudnn_convolution "
+    "cudnn_convolution_transpose cudnn_convolution_relu cudnn_convolution_add_relu miopen_convolution "
+    "_slow_conv2d_forward slow_conv3d_forward slow_conv_transpose2d slow_conv_transpose3d "
+    "conv_depthwise3d _conv_depthwise2d slow_conv_dilated2d slow_conv_dilated3d "
+    "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
+    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
+    "_scaled_dot_product_fused_attention_overrideable _flash_attention_forward _efficient_attention_forward "
+    "_cudnn_attention_forward "
+    "mkldnn_rnn_layer _thnn_fused_lstm_cell _thnn_fused_gru_cell mkldnn_linear "
+    "_cdist_forward _pdist_forward grid_sampler_2d grid_sampler_3d _fft_c2c _fft_r2c _fft_c2r "
+    "_ctc_loss _cudnn_ctc_loss sort topk kthvalue median mode unique_dim _unique2 histc cumprod "
+    "_embedding_bag geqrf ormqr lu_unpack cholesky_inverse cholesky_solve triangular_solve"
 )
 _EXPENSIVE_STEMS = ("aten::linalg_", "aten::_linalg_")
 
 # Kernels that call ops which depend on lazy conjugation (complex linalg.pinv and lstsq) or on autocast (_trilinear,
 # linalg.pinv). The rest of the family is here since its kernel for another device may do so, too. All are so dear that
 # a guard around them does not count.
-_INNER = frozenset(
-    "aten::" + name
-    for name in (
-        "_trilinear cholesky_inverse cholesky_solve geqrf ormqr orgqr lu_unpack triangular_solve pinverse"
-    ).split()
-)
+_INNER = _aten("_trilinear cholesky_inverse cholesky_solve geqrf ormqr orgqr lu_unpack triangular_solve pinverse")
 
 # Never run again. The reason stands on the line above each group.
 _FIXED = frozenset(
@@ -146,7 +135,8 @@ class Rule:
 
     Attributes:
         name: such as ``"aten.addmm.default"``.
-        form: ``view`` (output shares an input's storage), ``pure``, ``write`` (changes an argument), ``blank`` or ``higher`` (a higher-order op).
+        form: ``view`` (output shares an input's storage), ``pure``, ``write`` (changes an argument), ``blank``, or
+            ``higher`` (a higher-order op).
         kind: what policies choose by; ``fixed`` is never recomputed.
         writes: positions (int) and keywords (str) of the arguments that the op changes.
         fills: the old content of the changed argument does not matter.

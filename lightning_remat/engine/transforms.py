@@ -1,8 +1,9 @@
 """``torch.func`` inside a step.
 
-``torch.func.grad``, ``vjp`` and ``jacrev`` refuse to run while saved-tensor hooks are in force. The part that runs under
-such a transform is left plain: our hooks step aside for it and come back. There is no official switch for that, so the
-function that transforms call is replaced for the length of a step; outside of our hooks it does what it always does.
+``torch.func.grad``, ``vjp`` and ``jacrev`` refuse to run while saved-tensor hooks are in force. The part that runs
+under such a transform is left plain: our hooks step aside for it and come back. There is no official switch for that,
+so the function that transforms call is replaced for the length of a step; outside of our hooks it does what it always
+does.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from lightning_remat.engine.generators import RecordedState
 from lightning_remat.engine.rules import Rule
 from lightning_remat.errors import MODIFIED, ReplayError
 
-Geometry = tuple[Any, Any, Any, torch.dtype]
-"""(size, stride, storage offset, dtype) as a tensor reports them."""
+Geometry = tuple[Any, ...]
+"""(size, stride, storage offset, dtype) as a tensor reports them; (conjugate, negative) as a fifth if a bit is set."""
 
 
 Ref = tuple["Value", "Geometry | None"]
@@ -42,15 +42,15 @@ class Value:
     op: Op | None
     geometry: Geometry | None  # of ``tensor``, or of what the op returned; None: not looked up yet
     version: int | None  # of a leaf: its version counter when it was first referenced; None: do not check
-    flags: int  # PACKED, STALE, OWNED, PARAMETER
-    anchor: int  # of a parameter: identity of the storage it had when it was referenced, else unset
+    flags: int  # PACKED, STALE, OWNED, HELD
+    anchor: int  # of a leaf: identity of the storage it had when it was referenced
 
 
 PACKED = 1  # autograd has saved it
 STALE = 2  # it was written to after autograd had saved it
 OWNED = 4  # its tensor was made by a replay, and a replay may write into it
 SPLIT = 16  # its storage was split into views that count their versions apart (unsafe_split, in GRU cells)
-PARAMETER = 8  # its tensor is the user's Parameter object itself
+HELD = 8  # its tensor is the user's own object (a parameter, a batch), not an alias
 
 
 class Op:
@@ -90,7 +90,7 @@ def geometry_of(tensor: Tensor) -> Geometry:
     """The geometry under which ``tensor`` shows its storage; a conjugate or negative bit is a fifth entry."""
     flags = (tensor.is_conj(), tensor.is_neg())
     geometry = (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
-    return geometry if flags == (False, False) else (*geometry, flags)  # type: ignore[return-value]
+    return geometry if flags == (False, False) else (*geometry, flags)
 
 
 def view_of(value: Value, geometry: Geometry | None) -> Tensor:
@@ -111,7 +111,7 @@ def view_of(value: Value, geometry: Geometry | None) -> Tensor:
 def from_storage(storage: torch.UntypedStorage, geometry: Geometry, device: torch.device) -> Tensor:
     """A tensor of any dtype over the bytes of ``storage`` (view_as_real, view(dtype), lazy bits included)."""
     out = torch.empty(0, dtype=geometry[3], device=device)
-    out.set_(storage, geometry[2], geometry[0], geometry[1])  # type: ignore[call-overload]
+    out.set_(storage, geometry[2], geometry[0], geometry[1])
     if len(geometry) == 5:
         conj, neg = geometry[4]
         out = torch._conj(out) if conj else out
@@ -121,7 +121,8 @@ def from_storage(storage: torch.UntypedStorage, geometry: Geometry, device: torc
 
 def storage_copy(tensor: Tensor) -> Tensor:
     """The same geometry over a copy of the whole storage, whatever part of it ``tensor`` shows."""
-    return from_storage(tensor.untyped_storage().clone(), geometry_of(tensor), tensor.device)
+    copy = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
+    return from_storage(copy, geometry_of(tensor), tensor.device)
 
 
 def check_leaf(value: Value) -> None:
@@ -136,9 +137,9 @@ def check_leaf(value: Value) -> None:
             "two). Run that change inside the step (under the same Remat context), or keep these values: "
             "policy='none', or a policy that keeps the ops that read it."
         )
-    if value.flags & PARAMETER and id(tensor.untyped_storage()) != value.anchor:
+    if value.flags & HELD and id(tensor.untyped_storage()) != value.anchor:
         raise ReplayError(
-            f"the storage of a parameter of shape {tuple(tensor.shape)} was replaced (param.data = ...) between "
+            f"the storage of a tensor of shape {tuple(tensor.shape)} was replaced (tensor.data = ...) between "
             "forward and backward, and values that depend on it are to be recomputed. Replace it after backward, or "
             "use policy='none' for this step."
         )

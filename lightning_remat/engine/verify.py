@@ -144,4 +144,3 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     with torch.no_grad():
         left, right = (t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1) for t in (a, b))
         return bool(torch.equal(left.view(torch.uint8), right.view(torch.uint8)))
-

@@ -9,10 +9,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lightning_remat.engine.ledger import Ledger, LedgerTape, ModuleStack, Saved
+from lightning_remat.engine.actions import ActionTable
+from lightning_remat.engine.ledger import OUTSIDE, Ledger, LedgerTape, ModuleStack, Saved
 from lightning_remat.engine.policies import KEEP_ALL
 from lightning_remat.engine.replay import Clock
-from lightning_remat.engine.tape import ActionTable
 from lightning_remat.runtime.sizes import format_bytes
 
 
@@ -40,33 +40,46 @@ def print_kept(
 ) -> None:
     """Print what autograd keeps for ``function(*args, **kwargs)``, largest first.
 
+    Activations, which are what recomputation can save, come one by one; parameters, buffers and inputs, which are there
+    anyway, in one line.
+
     Args:
         function: usually a module; called once, gradients enabled.
-        *args, **kwargs: what it is called with.
-        rows: how many tensors to show; the last line sums up the rest.
+        *args: what it is called with.
+        rows: how many activations to show; one more line sums up the rest.
         console: where to print, a ``rich`` console; standard output by default.
+        **kwargs: what it is called with.
 
     Example:
         >>> import torch
         >>> from rich.console import Console
-        >>> block = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU())
-        >>> print_kept(block, torch.ones(8, 16), console=Console(width=90, color_system=None))
-        ... # doctest: +NORMALIZE_WHITESPACE +ELLIPSIS
-                      Kept for backward: ...
+        >>> block = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))
+        >>> console = Console(width=76, color_system=None)
+        >>> print_kept(block, torch.ones(8, 16), console=console)  # doctest: +NORMALIZE_WHITESPACE
+          Kept for backward: 4.0 KiB of activations, 4.5 KiB of other tensors
+        ┏━━━━━━━━━┳━━━━━━━┳━━━━━━━━━┳━━━━━━━━┳━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━┓
+        ┃   bytes ┃ shape ┃ dtype   ┃ module ┃ made by                        ┃
+        ┡━━━━━━━━━╇━━━━━━━╇━━━━━━━━━╇━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━┩
+        │ 2.0 KiB │ 8x64  │ float32 │ 0      │ aten.addmm.default             │
+        │ 2.0 KiB │ 8x64  │ float32 │ 1      │ aten.gelu.default              │
+        │ 4.5 KiB │ 2     │         │        │ parameters, buffers and inputs │
+        └─────────┴───────┴─────────┴────────┴────────────────────────────────┘
     """
     saved = kept_by(function, *args, **kwargs)
-    total = sum(s.nbytes for s in saved)
-    made = sum(s.nbytes for s in saved if s.op.startswith("aten") or "." in s.op)
-    table = Table(title=f"Kept for backward: {format_bytes(total)} in {len(saved)} tensors, {format_bytes(made)} of it activations")
+    activations = [s for s in saved if s.op != OUTSIDE]
+    others = [s for s in saved if s.op == OUTSIDE]
+    table = Table(title=f"Kept for backward: {_total(activations)} of activations, {_total(others)} of other tensors")
     table.add_column("bytes", justify="right")
-    table.add_column("shape")
-    table.add_column("dtype")
-    table.add_column("module")
-    table.add_column("made by")
-    for s in saved[:rows]:
-        dtype = str(s.dtype).removeprefix("torch.")
-        table.add_row(format_bytes(s.nbytes), "×".join(map(str, s.shape)) or "scalar", dtype, s.module, s.op)
-    rest = saved[rows:]
-    if rest:
-        table.add_row(format_bytes(sum(s.nbytes for s in rest)), f"{len(rest)} more", "", "", "")
+    for name in ("shape", "dtype", "module", "made by"):
+        table.add_column(name)
+    for s in activations[:rows]:
+        shape = "x".join(map(str, s.shape)) or "scalar"
+        table.add_row(format_bytes(s.nbytes), shape, str(s.dtype).removeprefix("torch."), s.module, s.op)
+    for label, rest in (("smaller activations", activations[rows:]), ("parameters, buffers and inputs", others)):
+        if rest:
+            table.add_row(_total(rest), str(len(rest)), "", "", label)
     (console or Console()).print(table)
+
+
+def _total(saved: list[Saved]) -> str:
+    return format_bytes(sum(s.nbytes for s in saved))

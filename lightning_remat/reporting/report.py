@@ -43,7 +43,11 @@ def rows_of(remat: Remat) -> dict[tuple[str, str], Row]:
 def report_table(remat: Remat) -> Table:
     """See :meth:`lightning_remat.Remat.report`."""
     blocks = remat.blocks
-    found = f"{len(blocks)} blocks: {blocks[0]} … {blocks[-1]}" if len(blocks) > 1 else f"blocks: {', '.join(blocks) or 'none'}"
+    found = (
+        f"{len(blocks)} blocks: {blocks[0]} … {blocks[-1]}"
+        if len(blocks) > 1
+        else f"blocks: {', '.join(blocks) or 'none'}"
+    )
     table = Table(title=f"policy {remat.policy}, {found}")
     table.add_column("module")
     table.add_column("ops")
@@ -76,5 +80,5 @@ def _folded(module: str, blocks: list[str]) -> str:
         if module == block or module.startswith(f"{block}."):
             parent, _, last = block.rpartition(".")
             if last.isdecimal():
-                return f"{parent}.*{module[len(block):]}" if parent else f"*{module[len(block):]}"
+                return f"{parent}.*{module[len(block) :]}" if parent else f"*{module[len(block) :]}"
     return module

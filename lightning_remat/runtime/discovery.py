@@ -12,11 +12,13 @@ from torch.nn.modules import module as module_hooks
 
 from lightning_remat.engine.regions import Part, Regions
 
+Named = list[tuple[str, nn.Module]]
+
 
 class Discovery:
     """Reports every module that is called while no other is running, and puts its blocks under watch at once."""
 
-    def __init__(self, regions: Regions, met: Callable[[nn.Module], list[Part]]) -> None:
+    def __init__(self, regions: Regions, met: Callable[[nn.Module], list[tuple[Part, Named]]]) -> None:
         self.regions = regions
         self.met = met
         self.depth = 0
@@ -40,12 +42,12 @@ class Discovery:
         self.depth += 1
         if self.depth > 1:
             return
-        for part in self.met(module):
-            for _, block in part.named:
-                self.regions.watch(self.regions.parts[0] if len(self.regions.parts) == 1 else part, block)
+        for part, named in self.met(module):
+            for _, block in named:
+                self.regions.watch(part, block)
                 if block is module:
                     # Its own hooks were collected before ours came; open the region by hand this once.
-                    self.regions.enter(self.regions.parts[0], module, args, {})
+                    self.regions.enter(part, module, args, {})
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if not is_compiling():

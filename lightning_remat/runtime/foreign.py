@@ -34,7 +34,12 @@ def _foreign(module: nn.Module) -> tuple[str, str] | None:
             "build the model without apply_activation_checkpointing / checkpoint_wrapper",
         )
     if getattr(module, "gradient_checkpointing", False) is True:
-        return "gradient_checkpointing=True", "call model.gradient_checkpointing_disable()"
+        # The attribute is the same in every release of Hugging Face's; the switch has a new name since 5.24.
+        return (
+            "gradient_checkpointing=True",
+            "call model.gradient_checkpointing_disable(), which newer releases of transformers call "
+            "activation_checkpointing_disable()",
+        )
     if getattr(module, "grad_checkpointing", False) is True:
         return "grad_checkpointing=True", "call model.set_grad_checkpointing(False)"
     forward = module.__dict__.get("forward")

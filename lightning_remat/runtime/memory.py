@@ -102,7 +102,8 @@ def _checked_device(device: torch.device | str) -> torch.device:
             f"device={str(device)!r}: memory is counted on {names} devices only. Measure on one of these, "
             "or use the memory statistics of your device's own torch module."
         )
-    if where == torch.device("cuda"):  # without an index it means the current one
+    index: int | None = where.index  # the stubs say int, but "cuda" has none
+    if where.type == "cuda" and index is None:
         where = torch.device("cuda", torch.cuda.current_device())
     return where
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -13,14 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lightning_remat.engine.blocks import (
-    check_blocks_option,
-    find_blocks,
-    find_units,
-    is_compiled,
-    select_blocks,
-    there,
-)
+from lightning_remat.engine.actions import ActionTable
+from lightning_remat.engine.blocks import check_blocks_option
 from lightning_remat.engine.ledger import Ledger, LedgerTape, ModuleStack
 from lightning_remat.engine.plain import backward_outside
 from lightning_remat.engine.policies import (
@@ -30,18 +24,17 @@ from lightning_remat.engine.policies import (
     OpInfo,
     Policy,
     checked_verdict,
-    matches,
     parse_policy,
 )
-from lightning_remat.engine.regions import Part, Regions
 from lightning_remat.engine.replay import Clock
 from lightning_remat.engine.rules import Rule
-from lightning_remat.engine.tape import ActionTable, Tape
+from lightning_remat.engine.tape import Tape
 from lightning_remat.engine.transforms import transforms_allowed
 from lightning_remat.engine.verify import Verifier
 from lightning_remat.errors import ConfigurationError
+from lightning_remat.runtime.binding import Binding
+from lightning_remat.runtime.choice import choose_under_budget
 from lightning_remat.runtime.discovery import Discovery
-from lightning_remat.runtime.foreign import refuse_foreign_checkpointing
 from lightning_remat.runtime.sizes import parse_budget
 
 if TYPE_CHECKING:
@@ -123,23 +116,22 @@ class Remat:
         if self._policy.ask is not None and blocks is not None:
             # Naming blocks asks for their borders; without them a function over ops decides about everything.
             self._policy = replace(self._policy, segment=1)
+        self._first_policy = self._policy
         self._blocks_option = blocks
+        self._kept_ops: set[str] = set()
         self._clock = Clock()
         self._tape = Tape(self._clock)
         self._modules = ModuleStack()
         self._ledger: Ledger | None = None
         self._verifier = Verifier(self._never_again) if verify else None
-        self._regions: Regions | None = None
-        self._roots: list[nn.Module] = []
+        self._binding = self._new_binding(self._policy)
         self._depth = 0
         self._stack: ExitStack | None = None
         self._active: Tape | None = None
         self._steps = 0
         self._recorded = 0
-        self._said: set[str] = set()
-        self._kept_ops: set[str] = set()
         if self._auto and self._budget is None:
-            self._say("policy='auto' takes 'selective' until the planner chooses per value.")
+            log.info("policy='auto' takes 'selective' until the planner chooses per value.")
 
     def __reduce__(self) -> Any:
         """A copy has the options, and nothing of what has been learned about a model."""
@@ -155,7 +147,7 @@ class Remat:
     @property
     def blocks(self) -> list[str]:
         """Qualified names of the blocks in use; empty until the model is known (at the latest after the first step)."""
-        return [name for part in (self._regions.parts if self._regions else []) for name, _ in part.named]
+        return [name for part in self._binding.regions.parts for name, _ in part.named]
 
     @property
     def stats(self) -> StepStats:
@@ -193,80 +185,21 @@ class Remat:
             ConfigurationError: no blocks where the policy needs them, a pattern that matches nothing, or a model that
                 already does activation checkpointing.
         """
-        if self._policy.off:
-            return
-        refuse_foreign_checkpointing(root)
-        parts = self._parts_of(root)
-        if self._policy.needs_blocks and not any(part.named for part in parts):
-            raise ConfigurationError(
-                f"policy={self._policy.name!r} works on blocks, and none were found in {type(root).__name__}: no "
-                "submodules repeat, and none has parts of its own. Name them with blocks= (a class, a name pattern or "
-                f"a list), or use policy='selective', which needs none; {there(root)}"
-            )
-        self._roots = [root]
-        self._regions = Regions(parts, self._table(self._outside_policy()))
-        # The books begin anew: they and the names are of the model that was bound before, if any.
+        if not self._policy.off:
+            binding = self._new_binding(self._first_policy)
+            binding.bind(root)
+            self._policy = self._first_policy
+            self._steps = 0
+            self._begin_anew(binding)
+
+    def _new_binding(self, policy: Policy) -> Binding:
+        return Binding(policy, self._blocks_option, self._table)
+
+    def _begin_anew(self, binding: Binding) -> None:
+        """Go on with another model: the books and the names of the one before are of no use for it."""
+        self._binding = binding
         self._ledger = None
         self._modules.names.clear()
-        self._steps = 0
-
-    def _parts_of(self, root: nn.Module) -> list[Part]:
-        policy = self._policy
-        if policy.parts:
-            return self._mapped_parts(root)
-        if self._blocks_option is not None:
-            named = select_blocks(root, self._blocks_option)
-        else:
-            named = find_blocks(root) or (find_units(root) if policy.needs_blocks else [])
-        return [self._part(policy, named)]
-
-    def _part(self, policy: Policy, named: list[tuple[str, nn.Module]]) -> Part:
-        return Part(policy, named, self._table(policy))
-
-    def _mapped_parts(self, root: nn.Module) -> list[Part]:
-        chosen: dict[str, list[tuple[str, nn.Module]]] = {pattern: [] for pattern, _ in self._policy.parts}
-        for name, module in root.named_modules():
-            pattern = next((p for p in chosen if matches(p, name)), None) if name else None
-            if pattern is not None:
-                chosen[pattern].append((name, module))
-        parts = []
-        for pattern, part in self._policy.parts:
-            if not chosen[pattern]:
-                raise ConfigurationError(
-                    f"policy: the pattern {pattern!r} matches no submodule of {type(root).__name__} that an earlier "
-                    f"pattern has not taken; {there(root)}"
-                )
-            parts.append(self._part(part, chosen[pattern]))
-        return parts
-
-    def _outside_policy(self) -> Policy:
-        policy = self._policy
-        return policy if policy.everywhere and not policy.parts else KEEP_ALL
-
-    def _met(self, root: nn.Module) -> list[Part]:
-        """A root that the discovery step has come upon; returns the parts to watch from now on."""
-        if any(root is known for known in self._roots):
-            return []
-        refuse_foreign_checkpointing(root)
-        self._roots.append(root)
-        assert self._regions is not None
-        if self._policy.parts or self._blocks_option is not None:
-            try:
-                parts = self._parts_of(root)
-            except ConfigurationError:
-                return []  # judged over all roots when the step is over
-        else:
-            named = find_blocks(root)
-            if not named and any(True for _ in root.children()) and not is_compiled(root):
-                named = [(type(root).__name__, root)]
-            parts = [self._part(self._policy, named)]
-        own = self._regions.parts
-        if own and not self._policy.parts:
-            own[0].named += parts[0].named
-            own[0].expected = len(own[0].named)
-            return parts if parts[0].named else []
-        own += parts
-        return parts
 
     # ------------------------------------------------------------------ a step
 
@@ -294,19 +227,18 @@ class Remat:
 
     def _begin(self) -> None:
         self._clock.reset()
+        if self._budget is not None and self._steps == 1:
+            self._settle_budget(self._budget)
         stack = self._stack = ExitStack()
         tape = self._choose_tape()
         self._active = tape
         tape.recorded = 0
-        if self._regions is None:
-            part = self._part(self._policy, [])
-            self._regions = Regions([] if self._policy.parts else [part], self._table(self._outside_policy()))
-        regions = self._regions
+        regions = self._binding.regions
         tape.decide = self._decide
         stack.callback(regions.remove)
         regions.install(tape)
-        if not any(part.named for part in regions.parts):
-            stack.enter_context(Discovery(regions, self._met).watching())
+        if not self._binding.final and not any(part.named for part in regions.parts):
+            stack.enter_context(Discovery(regions, self._binding.met).watching())
         if isinstance(tape, LedgerTape) or self._needs_modules:
             stack.enter_context(self._modules.watching())
         stack.callback(tape.clear)
@@ -315,13 +247,28 @@ class Remat:
         stack.enter_context(tape.hooks)
         stack.enter_context(tape)
 
+    def _settle_budget(self, budget: int | float) -> None:
+        """After the first, lean step: take the policy that costs less time, if the budget has room for it."""
+        roots = self._binding.roots
+        if self._ledger is None or not roots:
+            return
+        choice = choose_under_budget(self._ledger, roots, budget)
+        log.info(choice.sentence)
+        if choice.policy is not self._policy:
+            self._policy = choice.policy
+            binding = self._new_binding(self._policy)
+            if self._binding.final:
+                binding.bind(roots[0])
+            self._binding = binding
+            self._ledger = None
+
     @property
     def _needs_modules(self) -> bool:
-        return self._policy.ask is not None
+        return self._policy.ask is not None or any(part.ask is not None for _, part in self._policy.parts)
 
     def _choose_tape(self) -> Tape:
         if self._ledger is None:
-            for root in self._roots:
+            for root in self._binding.roots:
                 self._modules.name(root)
             ledger = self._ledger = Ledger(self._modules)
             tape: Tape = LedgerTape(self._clock, ledger)
@@ -349,8 +296,12 @@ class Remat:
                 self._ledger = None  # half a step is no report
             return
         self._steps += 1
-        ran = self._regions is not None and any(part.calls for part in self._regions.parts)
-        if self._steps == 1 and not ran and (self._policy.needs_blocks or self._policy.parts):
+        parts = self._binding.regions.parts
+        if any(part.expected and part.calls for part in parts):
+            return
+        if self._steps > 1 and not self._binding.final and any(part.named for part in parts):
+            self._begin_anew(self._new_binding(self._policy))  # another model than before: meet it in the next step
+        elif self._steps == 1 and (self._policy.needs_blocks or self._policy.parts):
             warnings.warn(
                 f"policy={self._policy.name!r} works on blocks, and the first step ran none: everything was kept. Name "
                 "them with blocks=, or use policy='selective'.",
@@ -366,29 +317,20 @@ class Remat:
     def _never_again(self, op: str) -> None:
         """Keep the results of an op from now on."""
         self._kept_ops.add(op)
-        if self._regions is not None:
-            self._regions.outside.clear()
-            for part in self._regions.parts:
-                part.table.clear()
+        self._binding.regions.outside.clear()
+        for part in self._binding.regions.parts:
+            part.table.clear()
 
     def _decide(self, rule: Rule, out: Any) -> bool:
-        ask = self._policy.ask
-        tape = self._active
-        if tape is None or ask is None:
-            ask = next(
-                (part.policy.ask for part in (self._regions.parts if self._regions else []) if part.inside), None
-            )
-            if ask is None:
-                return False
+        """What the function over ops in force says about an op that has just run."""
+        regions = self._binding.regions
+        asks = [part.policy.ask for part in regions.parts if part.inside and part.policy.ask is not None]
+        ask = asks[-1] if asks else self._policy.ask
+        if ask is None:
+            return False
         outs = out if isinstance(out, (tuple, list)) else (out,)
         nbytes = sum(o.untyped_storage().nbytes() for o in outs if isinstance(o, torch.Tensor) and _has_storage(o))
-        block = self._regions.block if self._regions is not None else None
-        return checked_verdict(ask, OpInfo(rule.name, self._modules.current, block, nbytes, rule.kind))
-
-    def _say(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            log.info(text)
+        return checked_verdict(ask, OpInfo(rule.name, self._modules.current, regions.block, nbytes, rule.kind))
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:

@@ -186,7 +186,7 @@ def ours(policy: str, peer: Variant) -> Variant:
 
 def ours_with_list(peer: Variant) -> Variant:
     """`Remat` under a function that keeps exactly what the peer's list keeps."""
-    engine = Remat(policy=lambda op: "keep" if op.name in EXPENSIVE_NAMES else "recompute")
+    engine = Remat(policy=lambda op: "keep" if op.name in EXPENSIVE_NAMES else "recompute", blocks=Block)
     return Variant(name="remat, same list", around=lambda: engine, peer=peer.name)
 
 

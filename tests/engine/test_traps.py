@@ -74,7 +74,8 @@ def test_masks_are_not_kept(name: str) -> None:
         net(X) if callable(getattr(net, "forward", None)) and False else net.a(X).sum().backward()
     with remat:
         loss = RANDOM[name](net.a(X) * 1.5).sin().sum()
-    assert saved and all(saved)
+    assert saved
+    assert all(saved)
     loss.backward()
 
 
@@ -166,7 +167,10 @@ def test_complex_values_and_lazy_bits() -> None:
     def step(net: Net) -> torch.Tensor:
         z = torch.view_as_complex((net.a(X) * 1.5).reshape(4, 4, 2).contiguous())
         w = (z * z.conj() + z.conj().sin()) @ z.conj().transpose(-2, -1)
-        return net.b(torch.view_as_real(w.conj().resolve_conj() * 1j).reshape(4, 8)).sin().sum() + (z.conj().imag * 2).sin().sum()
+        return (
+            net.b(torch.view_as_real(w.conj().resolve_conj() * 1j).reshape(4, 8)).sin().sum()
+            + (z.conj().imag * 2).sin().sum()
+        )
 
     assert_exact(Net(), step)
 
@@ -437,6 +441,23 @@ def test_backward_on_another_thread() -> None:
         thread.join()
         grads.append([p.grad for p in net.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_backward_inside_the_step_runs_outside_of_the_tape() -> None:
+    """Neither mode nor hooks are in force there: what backward starts there (a collective) would carry them off."""
+    seen = []
+
+    def look(grad: torch.Tensor) -> None:
+        stack = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+        seen.append((list(stack), torch._C._autograd._top_saved_tensors_default_hooks(False)))
+
+    net = Net()
+    with Remat(policy=recompute_all):
+        h = net.a(X) * 1.5
+        h.register_hook(look)
+        net.b(h.sin()).sum().backward()
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    assert seen == [([], None)]
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

@@ -1,0 +1,235 @@
+"""What the tape knows about storages: which hold a dropped value, which a leaf, which are parameters or blank.
+
+Everything is found by storage, never by Python object, since autograd and views hand us ever new objects over the same
+bytes. The key is a weak reference to the storage's Python object, which lives exactly as long as the storage: an entry
+goes when its storage does, so an address that is used again can not be mistaken.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol
+from weakref import ref as weakref
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import Parameter
+
+from lightning_remat.engine.values import HELD, Blank, Op, Ref, Value, geometry_of, storage_copy
+
+_PLAIN = frozenset({Tensor, Parameter, torch.nn.Buffer})
+_CONSTANTS = frozenset(
+    {
+        int,
+        float,
+        bool,
+        complex,
+        str,
+        type(None),
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        torch.memory_format,
+        torch.Generator,
+    }
+)
+_detach = torch._C.TensorBase.detach
+_set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
+_ONLY_HERE = 2  # references to a value that only a local variable and getrefcount's argument refer to
+_VERSIONED = torch._C.DispatchKey.ADInplaceOrView
+
+
+class Observer(Protocol):
+    """Somebody who looks over the tape's shoulder."""
+
+    def recorded(self, op: Op, args: Any, kwargs: Any, out: Any) -> None:
+        """An op's result was dropped. ``args`` is None for a write, whose arguments are no longer what they were."""
+
+    def packed(self, tensor: Tensor, packed: Any) -> None:
+        """Autograd saves ``tensor`` and holds ``packed`` for it."""
+
+    def kept(self, tensor: Tensor, value: Value) -> None:
+        """A dropped value is kept after all."""
+
+
+def forgetter(table: dict[Any, Any]) -> Callable[[Any], None]:
+    """A weak reference's callback that removes its entry; quiet if that has gone already."""
+    pop = table.pop
+
+    def forget(key: Any) -> None:
+        pop(key, None)
+
+    return forget
+
+
+class Unrecordable(Exception):
+    """An argument or output that the tape does not describe (a subclass, a sparse tensor, an unknown object)."""
+
+
+class Store:
+    """The tables, and references into them.
+
+    Attributes:
+        dropped: values that are not kept, while their storage is still alive.
+        leaves: weak references to values that are there and that a recorded op reads.
+        parameters: the same for parameters, by id of their storage, which the entry itself keeps alive: cheaper.
+        blanks: memory that nothing has filled yet.
+        bits: lazy conjugation or negation was seen, so references have to carry it.
+        observers: told of everything that is recorded, saved or kept (a ledger, verification); none in steady state.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bits = False
+        self.dropped: dict[Any, Value] = {}
+        self.leaves: dict[Any, Any] = {}
+        self.blanks: dict[Any, Blank] = {}
+        self.parameters: dict[int, Ref] = {}
+        self._forget_dropped = forgetter(self.dropped)
+        self._forget_leaf = forgetter(self.leaves)
+        self._forget_blank = forgetter(self.blanks)
+        self.observers: list[Observer] = []
+
+    def clear(self) -> None:
+        """Forget the step: nothing that autograd does not hold stays alive."""
+        self.dropped.clear()
+        self.leaves.clear()
+        self.blanks.clear()
+        self.parameters.clear()
+
+    def _arguments(self, args: Any, needs: list[Value]) -> list[Any]:
+        """``args`` with tensors replaced by references; the dropped values among them are added to ``needs``."""
+        dropped = self.dropped
+        out: list[Any] = []
+        for a in args:
+            kind = a.__class__
+            if kind is Tensor:
+                storage = a.untyped_storage()
+                value = dropped.get(weakref(storage))
+                if value is None:
+                    a = self._leaf_ref(a, storage)
+                else:
+                    needs.append(value)
+                    if self.bits:
+                        a = (value, geometry_of(a))
+                    else:
+                        a = (value, (a.size(), a.stride(), a.storage_offset(), a.dtype))
+            elif kind is Parameter:
+                a = self._parameter_ref(a, a.untyped_storage())
+            elif kind in _CONSTANTS:
+                pass
+            elif kind is list:
+                a = self._arguments(a, needs)
+            elif kind is torch.nn.Buffer:
+                a = self._leaf_ref(a, a.untyped_storage())
+            else:
+                raise Unrecordable
+            out.append(a)
+        return out
+
+    def _keywords(self, kwargs: dict[str, Any] | None, needs: list[Value]) -> dict[str, Any]:
+        return dict(zip(kwargs, self._arguments(kwargs.values(), needs), strict=True)) if kwargs else {}
+
+    def _parameter_ref(self, parameter: Tensor, storage: Any) -> Ref:
+        """A reference to a parameter as it is."""
+        key = id(storage)
+        reference = self.parameters.get(key)
+        if reference is not None:
+            if reference[0].tensor is parameter:
+                return reference
+            return (reference[0], geometry_of(parameter))  # two Parameter objects over one storage
+        value = Value()
+        value.op = None
+        value.tensor = parameter
+        value.geometry = None
+        value.version = parameter._version
+        value.flags = HELD
+        value.anchor = key
+        reference = self.parameters[key] = (value, None)
+        return reference
+
+    def _leaf_ref(self, tensor: Tensor, storage: Any) -> Ref:
+        """A reference to content that the tape did not compute."""
+        parameter = self.parameters.get(id(storage))
+        if parameter is not None:
+            return (parameter[0], geometry_of(tensor))
+        has_history = tensor.requires_grad
+        if has_history and tensor._base.__class__ is Parameter:
+            parameter = self._parameter_ref(tensor._base, storage)
+            return (parameter[0], geometry_of(tensor))
+        found = self.leaves.get(weakref(storage))
+        value = found() if found is not None else None
+        if value is not None:
+            if self.bits:
+                return (value, geometry_of(tensor))
+            return (value, (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype))
+        if tensor.is_conj() or tensor.is_neg():
+            self.bits = True
+        value = Value()
+        value.op = None
+        # What has no history may be held as it is; anything else would pull its graph along.
+        value.tensor = alias(tensor) if has_history else tensor
+        value.geometry = None
+        value.version = None if tensor.is_inference() else tensor._version
+        value.flags = 0 if has_history else HELD
+        value.anchor = id(storage)
+        self.leaves[weakref(storage, self._forget_leaf)] = weakref(value)
+        return (value, None)
+
+    def _before_write(self, tensor: Tensor) -> Value | None:
+        """Make sure that what was recorded still finds the content that is about to be overwritten.
+
+        Returns the value that is about to lose its storage; afterwards the storage holds new content, a leaf until
+        somebody says otherwise.
+        """
+        if tensor.layout is not torch.strided or type(tensor) not in _PLAIN:
+            return None
+        key = weakref(tensor.untyped_storage())
+        value = self.dropped.pop(key, None)
+        if value is not None:
+            return value
+        parameter = self.parameters.pop(id(tensor.untyped_storage()), None)
+        if parameter is None:
+            found = self.leaves.pop(key, None)
+            leaf: Value | None = found() if found is not None else None
+        else:
+            leaf = parameter[0]
+            if sys.getrefcount(parameter) <= _ONLY_HERE and sys.getrefcount(leaf) <= _ONLY_HERE + 1:
+                return None  # no recorded op reads it any more
+        if leaf is not None and leaf.tensor is not None:
+            leaf.tensor = storage_copy(leaf.tensor.detach())
+            leaf.geometry = None
+            leaf.version = None
+            leaf.flags &= ~HELD
+        return leaf
+
+    def keep(self, tensor: Tensor) -> None:
+        """Keep a tensor's content after all, while it is still there: it becomes a leaf (a boundary)."""
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            return
+        value = self.dropped.pop(weakref(storage), None)
+        if value is not None:
+            alias = _detach(tensor)
+            value.tensor = alias
+            value.geometry = geometry_of(alias)
+            value.version = alias._version
+            value.op = None
+            self.leaves[weakref(storage, self._forget_leaf)] = weakref(value)
+            for observer in self.observers:
+                observer.kept(tensor, value)
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """The same storage without history, sharing the version counter.
+
+    Inside ``__torch_dispatch__`` the key that makes aliases share it is excluded, and a plain ``detach`` would start a
+    counter of its own: a write after the step would go unseen.
+    """
+    _set_excluded(_VERSIONED, False)
+    try:
+        return _detach(tensor)
+    finally:
+        _set_excluded(_VERSIONED, True)

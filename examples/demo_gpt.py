@@ -162,7 +162,12 @@ def train(
 
 
 def measure(outcomes: list[Outcome], model: LitByteGPT, windows: Tensor, device: torch.device, bar: Progress) -> None:
-    """Time and memory of single steps on one batch, the policies taking turns so that drift hits all alike."""
+    """Time and memory of single steps on one batch, the policies taking turns so that drift hits all alike.
+
+    On one CPU thread: threads that wait for one another burn processor time, the more the busier the machine is.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     task = bar.add_task("measuring", total=len(outcomes) * (TIMED_ROUNDS + 2), note="")
     model.to(device)
     optimizer = model.configure_optimizers()
@@ -202,6 +207,7 @@ def measure(outcomes: list[Outcome], model: LitByteGPT, windows: Tensor, device:
         if one.policy != PLAIN:
             one.rerun_share = engines[one.policy].stats.replayed_ops / forward_ops
         bar.advance(task)
+    torch.set_num_threads(threads)
 
 
 def clock(device: torch.device) -> float:
@@ -238,12 +244,12 @@ def table(outcomes: list[Outcome], title: str) -> Table:
 
 def legend(device: torch.device, steps: int, seed: int) -> Table:
     """What the columns mean."""
-    clock_name = "processor time" if device.type == "cpu" else "wall time"
+    clock_name = "processor time of one thread" if device.type == "cpu" else "wall time"
     out = Table.grid(padding=(0, 2))
     out.add_column(style="dim bold", no_wrap=True)
     out.add_column(style="dim")
     out.add_row("peak memory", "the most that a step adds to what was there, by allocation events")
-    out.add_row("time per step", f"{clock_name}, median of {TIMED_ROUNDS} rounds; the policies take turns")
+    out.add_row("time per step", f"{clock_name}, median of {TIMED_ROUNDS} rounds, taking turns")
     out.add_row("ops run again", "in backward, as a share of the ops of forward")
     out.add_row(
         "identical",

@@ -24,8 +24,8 @@ Ask = Callable[[Rule, Any], bool]
 """(rule, outputs) -> whether to drop them."""
 
 
-class ActionTable(dict[Any, int]):
-    """The action for each overload seen so far, and where the others come from."""
+class ActionTable(dict[int, int]):
+    """The action for each overload seen so far, by its id, and where the others come from."""
 
     __slots__ = ("make",)
 

@@ -170,15 +170,16 @@ class Rule:
         return self.kind == "random" or self.dropout is not None
 
 
-_rules: dict[Any, Rule] = {}
+# By identity: overloads live for ever, and hashing one is a Python call. The entry holds on to its overload too.
+_rules: dict[int, tuple[Rule, Any]] = {}
 
 
 def rule_for(func: Any) -> Rule:
     """The verdict on an overload (or higher-order op), made at most once."""
-    rule = _rules.get(func)
-    if rule is None:
-        rule = _rules[func] = _make_rule(func)
-    return rule
+    found = _rules.get(id(func))
+    if found is None:
+        found = _rules[id(func)] = (_make_rule(func), func)
+    return found[0]
 
 
 def _make_rule(func: Any) -> Rule:

@@ -89,7 +89,7 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one op, and record it if the action table says so."""
         # func._op is what OpOverload.__call__ calls; going there directly saves a Python frame on every op.
-        action = self.actions.get(func)
+        action = self.actions.get(id(func))
         if action is None:
             action = self._learn(func)
         if action == PASS or self.paused:
@@ -140,7 +140,7 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
     def _learn(self, func: Any) -> int:
         rule = rule_for(func)
-        action = self.actions[func] = self.actions.make(rule)
+        action = self.actions[id(func)] = self.actions.make(rule)
         return action
 
     # ------------------------------------------------------------------ recording

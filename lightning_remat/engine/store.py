@@ -1,4 +1,4 @@
-"""What the tape knows about storages: which hold a dropped value, which a leaf, which are parameters or blank.
+"""What the tape knows about storages: which hold a dropped value, which a leaf, and which are parameters.
 
 Everything is found by storage, never by Python object, since autograd and views hand us ever new objects over the same
 bytes. The key is a weak reference to the storage's Python object, which lives exactly as long as the storage: an entry
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter
 
-from lightning_remat.engine.values import HELD, Blank, Op, Ref, Value, geometry_of, storage_copy
+from lightning_remat.engine.values import HELD, Op, Ref, Value, geometry_of, storage_copy
 
 _PLAIN = frozenset({Tensor, Parameter, torch.nn.Buffer})
 _CONSTANTS = frozenset(
@@ -74,7 +74,6 @@ class Store:
         dropped: values that are not kept, while their storage is still alive.
         leaves: weak references to values that are there and that a recorded op reads.
         parameters: the same for parameters, by id of their storage, which the entry itself keeps alive: cheaper.
-        blanks: memory that nothing has filled yet.
         bits: lazy conjugation or negation was seen, so references have to carry it.
         observers: told of everything that is recorded, saved or kept (a ledger, verification); none in steady state.
     """
@@ -84,18 +83,15 @@ class Store:
         self.bits = False
         self.dropped: dict[Any, Value] = {}
         self.leaves: dict[Any, Any] = {}
-        self.blanks: dict[Any, Blank] = {}
         self.parameters: dict[int, Ref] = {}
         self._forget_dropped = forgetter(self.dropped)
         self._forget_leaf = forgetter(self.leaves)
-        self._forget_blank = forgetter(self.blanks)
         self.observers: list[Observer] = []
 
     def clear(self) -> None:
         """Forget the step: nothing that autograd does not hold stays alive."""
         self.dropped.clear()
         self.leaves.clear()
-        self.blanks.clear()
         self.parameters.clear()
 
     def _arguments(self, args: Any, needs: list[Value]) -> list[Any]:
@@ -216,6 +212,7 @@ class Store:
             value.tensor = alias
             value.geometry = geometry_of(alias)
             value.version = alias._version
+            value.anchor = id(storage)
             value.op = None
             self.leaves[weakref(storage, self._forget_leaf)] = weakref(value)
             for observer in self.observers:

@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_remat.engine.actions import (
     ASK,
-    BLANK,
     HIGHER,
     LAZY,
     PASS,
@@ -44,8 +43,6 @@ from lightning_remat.engine.values import (
     PACKED,
     SPLIT,
     STALE,
-    Blank,
-    Extra,
     Op,
     Value,
     check_saved,
@@ -104,6 +101,8 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             if _grad_enabled():
                 self._record(func, args, kwargs, out, None, None)
             return out
+        if WRITE <= action <= WRITE_KEEP:
+            return self._write(action, func, args, kwargs or {})
         return self._dispatch_rest(action, func, args, kwargs or {})
 
     def _dispatch_rest(self, action: int, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -119,14 +118,6 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             return func(*args, **kwargs)
         rule = rule_for(func)
         grad = _grad_enabled()
-        if WRITE <= action <= WRITE_KEEP:
-            return self._write(action, func, rule, args, kwargs, grad)
-        if action == BLANK:
-            out = func(*args, **kwargs)
-            if grad and out.__class__ is Tensor and out.layout is torch.strided:
-                blank = Blank((out.size(), out.stride(), out.dtype, out.device))
-                self.blanks[weakref(out.untyped_storage(), self._forget_blank)] = blank
-            return out
         keep = not grad or action == WATCH
         rng = None
         if not keep and rule.random:
@@ -141,8 +132,8 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             keep = keep or autocast
         else:
             out = func(*args, **kwargs)
-        if rule.transfers and kwargs.get("device") is not None:
-            keep = True  # it may cross the bus
+        if rule.transfers and kwargs.get("device") not in (None, args[0].device):
+            keep = True  # it crosses the bus
         if not keep and (action != ASK or self.decide(rule, out)):
             self._record(func, args, kwargs, out, rng, rule)
         return out
@@ -162,7 +153,7 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         try:
             needs = op.needs = []
             op.args = self._arguments(args, needs)
-            op.extra = Extra(self._keywords(kwargs, needs), rule, rng) if kwargs or rule is not None else None
+            op.extra = (self._keywords(kwargs, needs), rule, rng) if kwargs or rule is not None else None
             if out.__class__ is Tensor:
                 # The commonest case, written out: what _make does for each of several outputs.
                 if out.layout is not _STRIDED:

@@ -150,6 +150,20 @@ class Remat:
         return [name for part in self._binding.regions.parts for name, _ in part.named]
 
     @property
+    def summary(self) -> str:
+        """One line: the policy in force, who chose it, and the blocks it works on."""
+        names = self.blocks
+        blocks = (
+            f"{len(names)} blocks: {names[0]} ... {names[-1]}"
+            if len(names) > 1
+            else f"block {names[0]}"
+            if names
+            else ""
+        )
+        chosen = " (chosen by 'auto')" if self._auto else ""
+        return f"recomputation policy {self.policy}{chosen}, {blocks or 'no blocks'}"
+
+    @property
     def stats(self) -> StepStats:
         """Figures of the last step."""
         recorded = self._active.recorded if self._active is not None else self._recorded
@@ -160,9 +174,9 @@ class Remat:
 
         Bytes kept, bytes dropped, ops replayed and the time that took.
         """
-        from lightning_remat.reporting.report import report_table
+        from lightning_remat.reporting.report import report_table  # upwards, and only for those who ask
 
-        return report_table(self)
+        return report_table(self.summary, self.blocks, self._ledger)
 
     @property
     def ledger(self) -> Ledger | None:

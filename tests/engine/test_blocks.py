@@ -128,3 +128,14 @@ def test_compiled_and_scripted_modules_are_left_alone() -> None:
         scripted = torch.jit.script(blocks[1])
     model = nn.ModuleList([blocks[0], scripted, blocks[2], blocks[3]])
     assert names(find_blocks(model)) == ["2", "3"]
+
+
+def test_layers_without_parts_of_their_own() -> None:
+    """A row of the user's own leaf class is a row of blocks; a row of torch's is not."""
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+    assert names(find_blocks(nn.Sequential(Own(), Own(), nn.Linear(4, 4), nn.Linear(4, 4)))) == ["0", "1"]

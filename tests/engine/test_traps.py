@@ -457,7 +457,12 @@ def test_backward_inside_the_step_runs_outside_of_the_tape() -> None:
         h.register_hook(look)
         net.b(h.sin()).sum().backward()
         assert torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-    assert seen == [([], None)]
+        with Remat(policy="selective"):  # another engine inside
+            h = net.a(X) * 1.5
+            h.register_hook(look)
+            net.b(h.sin()).sum().backward()
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    assert seen == [([], None)] * 2
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

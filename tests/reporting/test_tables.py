@@ -36,7 +36,7 @@ def test_the_report_adds_up() -> None:
     with remat:
         loss = Model()(X).sum()
     loss.backward()
-    rows = rows_of(remat)
+    rows = rows_of(remat.blocks, remat.ledger)
     assert rows["blocks.*.1", "cheap"].dropped_bytes == 3 * 16 * 32 * 4
     assert rows["blocks.*.0", "expensive"].dropped_bytes == 3 * 16 * 32 * 4
     assert rows["blocks.*.1", "cheap"].replayed_ops == 3

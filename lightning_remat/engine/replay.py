@@ -194,9 +194,9 @@ def _run_write(op: Op, extra: Extra) -> None:
             old.tensor = None
         else:
             base = storage_copy(old.tensor)  # type: ignore[arg-type]
-        target = _seen_under(base, geometry, first[1])
+        target = base if first[1] == geometry else _seen_under(base, geometry, first[1])
     kwargs, _, rng = extra
-    args = [target, *[_argument(a) for a in op.args[1:]]]
+    args = [target, *[_argument(a) if a.__class__ is tuple or a.__class__ is list else a for a in op.args[1:]]]
     if kwargs:
         kwargs = {name: _argument(a) for name, a in kwargs.items()}
     if rng is None:

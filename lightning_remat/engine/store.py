@@ -147,15 +147,17 @@ class Store:
 
     def _leaf_ref(self, tensor: Tensor, storage: Any) -> Ref:
         """A reference to content that the tape did not compute."""
-        parameter = self.parameters.get(id(storage))
-        if parameter is not None:
-            return (parameter[0], geometry_of(tensor))
         has_history = tensor.requires_grad
-        if has_history and tensor._base.__class__ is Parameter:
-            parameter = self._parameter_ref(tensor._base, storage)
-            return (parameter[0], geometry_of(tensor))
-        found = self.leaves.get(weakref(storage))
-        value = found() if found is not None else None
+        parameter = self.parameters.get(id(storage))
+        if parameter is None and has_history:
+            base = tensor._base
+            if base.__class__ is Parameter:
+                parameter = self._parameter_ref(base, storage)
+        if parameter is not None:
+            value: Value | None = parameter[0]
+        else:
+            found = self.leaves.get(weakref(storage))
+            value = found() if found is not None else None
         if value is not None:
             if self.bits:
                 return (value, geometry_of(tensor))

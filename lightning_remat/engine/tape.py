@@ -155,7 +155,7 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             op.args = self._arguments(args, needs)
             op.extra = (self._keywords(kwargs, needs), rule, rng) if kwargs or rule is not None else None
             if out.__class__ is Tensor:
-                # The commonest case, written out: what _make does for each of several outputs.
+                # The commonest case, written out: what _make_several does for each output.
                 if out.layout is not _STRIDED:
                     return
                 storage = out.untyped_storage()
@@ -181,38 +181,35 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             for observer in self.observers:
                 observer.recorded(op, args, kwargs, out)
 
-    def _make(self, op: Op, out: Tensor) -> tuple[Any, Value] | None:
-        """The value of one output and its key in ``dropped``; None if it lies in an input's storage."""
-        if out.layout is not _STRIDED:
-            raise Unrecordable
-        storage = out.untyped_storage()
-        key = weakref(storage, self._forget_dropped)
-        # Every input is in one of these by now.
-        if key in self.dropped or key in self.leaves or id(storage) in self.parameters:
-            return None
-        value = Value()
-        value.op = op
-        value.tensor = None
-        value.version = None
-        value.flags = 0
-        value.geometry = (out.size(), out.stride(), out.storage_offset(), out.dtype)
-        return key, value
-
     def _make_several(self, op: Op, outs: Any) -> bool:
-        """Drop each of several outputs; False if there is nothing to drop."""
-        made: dict[Any, tuple[int, Value]] = {}
-        for position, out in enumerate(outs if isinstance(outs, (tuple, list)) else (outs,)):
+        """Drop each of several outputs, unless it lies in an input's storage; False if there is nothing to drop."""
+        dropped = self.dropped
+        made: list[tuple[int, Value, Any]] = []
+        position = -1
+        for out in outs if isinstance(outs, (tuple, list)) else (outs,):
+            position += 1
             if out.__class__ is Tensor:
-                entry = self._make(op, out)
-                if entry is not None:
-                    if entry[0] in made:  # two outputs in one storage: one value could not stand for both
+                if out.layout is not _STRIDED:
+                    raise Unrecordable
+                storage = out.untyped_storage()
+                key = weakref(storage, self._forget_dropped)
+                # Every input is in one of these by now.
+                if key in dropped or key in self.leaves or id(storage) in self.parameters:
+                    continue
+                for entry in made:
+                    if entry[2] == key:  # two outputs in one storage: one value could not stand for both
                         raise Unrecordable
-                    made[entry[0]] = (position, entry[1])
+                value = Value()
+                value.op = op
+                value.tensor = value.version = None
+                value.flags = 0
+                value.geometry = (out.size(), out.stride(), out.storage_offset(), out.dtype)
+                made.append((position, value, key))
             elif isinstance(out, Tensor):
                 raise Unrecordable
-        op.outs = tuple([(position, weakref(value)) for position, value in made.values()])
-        for key, (_, value) in made.items():
-            self.dropped[key] = value
+        op.outs = tuple([(position, weakref(value)) for position, value, _ in made])
+        for _, value, key in made:
+            dropped[key] = value
         return bool(made)
 
     # ------------------------------------------------------------------ autograd's side

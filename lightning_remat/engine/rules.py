@@ -146,6 +146,7 @@ class Rule:
         transfers: with a ``device`` argument it copies to another device.
         dropout: position of the dropout probability, if the op is random only when that is above zero.
         inner: it calls ops that depend on keys above Python; see :func:`~lightning_remat.engine.plain.call_as_plain`.
+            Among them are writes to lists (``_foreach_mul_``), which leave version counters to the ops they call.
     """
 
     name: str
@@ -211,8 +212,14 @@ def _make_rule(func: Any) -> Rule:
         training=_TRAINING_FLAG.get(base),
         dropout=dropout,
         transfers=base == "aten::_to_copy",
-        inner=form != "view" and (base in _INNER or base.startswith(_EXPENSIVE_STEMS)),
+        inner=form != "view"
+        and (base in _INNER or base.startswith(_EXPENSIVE_STEMS) or (form == "write" and not _counts(func))),
     )
+
+
+def _counts(func: Any) -> bool:
+    """Whether autograd bumps the version counters of what a write changes; else ops that its kernel calls do."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "ADInplaceOrView"))
 
 
 def _form(func: Any, base: str, writes: bool) -> Form:

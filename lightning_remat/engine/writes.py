@@ -12,8 +12,10 @@ from lightning_remat.engine.actions import WRITE_ASK, WRITE_KEEP, Ask
 from lightning_remat.engine.generators import NoGenerator, RecordedState, state_before
 from lightning_remat.engine.plain import call_as_plain
 from lightning_remat.engine.rules import Rule
-from lightning_remat.engine.store import Store, Unrecordable, alias
+from lightning_remat.engine.store import VERSIONED, Store, Unrecordable, alias
 from lightning_remat.engine.values import PACKED, SPLIT, STALE, Blank, Extra, Op, Value, geometry_of
+
+_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 
 
 class Writes(Store):
@@ -53,7 +55,8 @@ class Writes(Store):
                 t for t in (target if isinstance(target, (list, tuple)) else (target,)) if isinstance(t, Tensor)
             ]
         op = None
-        if grad and action != WRITE_KEEP and rule.kind != "fixed" and rule.writes == (0,) and len(targets) == 1:
+        alone = rule.writes == (0,) and args[0].__class__ is Tensor  # not a list, as _foreach_mul_ takes one
+        if grad and alone and action != WRITE_KEEP and rule.kind != "fixed":
             op = self._prepare_write(func, rule, args, kwargs, targets[0])
         overwritten = [v for v in map(self._before_write, targets) if v is not None]
         out = call_as_plain(func, args, kwargs)[0] if rule.inner else func(*args, **kwargs)
@@ -73,27 +76,26 @@ class Writes(Store):
         if value is not None:
             _mark_stale([value])
             return func(*args, **kwargs)
+        parameter = self.parameters.get(id(target.untyped_storage())) if key is not None else None
         found = self.leaves.get(key)
-        leaf: Value | None = found() if found is not None else None
+        leaf: Value | None = parameter[0] if parameter is not None else found() if found is not None else None
         if leaf is not None and leaf.tensor is target:
             leaf.tensor = alias(target)  # which keeps its geometry
-        if leaf is None or leaf.version is None:
-            return func(*args, **kwargs)
-        version = target._version
-        out = func(*args, **kwargs)
-        leaf.version += target._version - version
-        return out
+        if leaf is not None and leaf.version is not None and _counts_with(target, leaf.tensor):
+            leaf.version += 1  # which autograd does to the tensor after we have returned
+        return func(*args, **kwargs)
 
     def _prepare_write(self, func: Any, rule: Rule, args: Any, kwargs: dict[str, Any], target: Tensor) -> Op | None:
         """The op as it is to be recorded, its references taken while the old content is still current; else None."""
-        if target.__class__ is not Tensor or target.layout is not torch.strided:
+        if target.layout is not torch.strided:
             return None
         storage = target.untyped_storage()
         key = weakref(storage)
         blank: Any = self.blanks.pop(key, None)
         if blank is None and key not in self.dropped:
             return None
-        filled = rule.fills and target.numel() * target.element_size() == storage.nbytes()
+        lazy = target.is_conj() or target.is_neg()  # what is written is not what the op was given
+        filled = rule.fills and not lazy and target.numel() * target.element_size() == storage.nbytes()
         if blank is not None and not filled:
             return None
         op = Op()
@@ -133,6 +135,20 @@ def recorded_state(rule: Rule, args: Any, kwargs: dict[str, Any]) -> RecordedSta
     if rule.kind != "random" and not (rule.dropout is not None and rule.dropout < len(args) and args[rule.dropout]):
         return None
     return state_before(args, kwargs)
+
+
+def _counts_with(tensor: Tensor, other: Tensor | None) -> bool:
+    """Whether autograd will count a change of ``tensor``, and ``other`` shows that count: there is no way to ask."""
+    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
+        if _excluded(VERSIONED):
+            return False
+    if other is None or tensor.is_inference():
+        return False
+    before, version = tensor._version, other._version
+    torch.autograd.graph.increment_version(tensor)
+    shared = other._version != version
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (before,))
+    return shared
 
 
 def _mark_stale(values: list[Value]) -> None:

@@ -1,13 +1,14 @@
 """What PyTorch does otherwise while a dispatch mode is active, put back to what it does without one.
 
-Two things differ, and both change bits:
+Two things differ, and both change bits or lose an error:
 
 - Many formulas of autograd ask whether a mode is active and if so avoid in-place and data-dependent ops: the gradient
   of ``prod`` or ``masked_fill`` is then a sum in another order. So backward runs with the tape off the mode stack.
 - Inside ``__torch_dispatch__`` the dispatch keys above Python are excluded. Among them are the one that resolves lazy
   conjugation and the one of autocast. A kernel that calls ``x.mH`` and multiplies the result, as complex
   ``linalg.pinv`` does, then reads numbers that were never conjugated; one that leaves a product to autocast, as
-  ``bilinear`` does, gets another dtype. Such ops are called with those keys back in force.
+  ``bilinear`` does, gets another dtype. A third one counts changes: ``_foreach_mul_`` leaves that to the ops it calls,
+  and nobody would notice that a saved tensor was changed. Such ops are called with those keys back in force.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ _exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
 _LAZY_BITS = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor)
+_VERSIONS = torch._C.DispatchKey.ADInplaceOrView  # bumps version counters
 _AUTOCAST = tuple(key for name, key in torch._C.DispatchKey.__members__.items() if name.startswith("Autocast"))
 
 # Ops that leave a product inside them to autocast, and for each the composite op that calls it. Where that one has an
@@ -109,7 +111,7 @@ def call_as_plain(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, bo
     """
     # The keys as they were when the op was called.
     with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
-        keys = [key for key in _LAZY_BITS if not _excluded(key)]
+        keys = [key for key in (*_LAZY_BITS, _VERSIONS) if not _excluded(key)]
         caller = _LEAVES_TO_AUTOCAST.get(func._schema.name)
         autocast = [] if caller is None else [key for key in _AUTOCAST if not _excluded(key)]
     # An op with an autocast kernel of its own switches autocast off for what it calls.

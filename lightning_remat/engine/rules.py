@@ -148,6 +148,7 @@ class Rule:
         transfers: its ``device`` argument may name another device than that of its input.
         dropout: position of the dropout probability, if the op is random only when that is above zero.
         inner: it calls ops that depend on keys above Python; see :func:`~lightning_remat.engine.plain.call_as_plain`.
+            Among them are writes to lists (``_foreach_mul_``), which leave version counters to the ops they call.
     """
 
     name: str
@@ -206,7 +207,9 @@ def _make_rule(func: Any) -> Rule:
         if dropout is None:
             kind = "random"
     moves = torch.Tag.inplace_view in func.tags and base not in _FIXED
-    inner = form != "view" and (base in _INNER or base.startswith(_EXPENSIVE_STEMS))
+    inner = form != "view" and (
+        base in _INNER or base.startswith(_EXPENSIVE_STEMS) or (form == "write" and not _counts(func))
+    )
     return Rule(
         name=name,
         form=form,
@@ -222,6 +225,11 @@ def _make_rule(func: Any) -> Rule:
         draws=base in FILLS and kind == "random",
         in_place=form == "write" and writes == [0] and kind != "fixed" and not moves and not inner,
     )
+
+
+def _counts(func: Any) -> bool:
+    """Whether autograd bumps the version counters of what a write changes; else ops that its kernel calls do."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "ADInplaceOrView"))
 
 
 def _form(func: Any, base: str, writes: bool) -> Form:

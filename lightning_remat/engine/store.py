@@ -37,7 +37,7 @@ _CONSTANTS = frozenset(
 _detach = torch._C.TensorBase.detach
 _set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
 _ONLY_HERE = 2  # references to a value that only a local variable and getrefcount's argument refer to
-_VERSIONED = torch._C.DispatchKey.ADInplaceOrView
+VERSIONED = torch._C.DispatchKey.ADInplaceOrView
 
 
 class Observer(Protocol):
@@ -227,8 +227,8 @@ def alias(tensor: Tensor) -> Tensor:
     Inside ``__torch_dispatch__`` the key that makes aliases share it is excluded, and a plain ``detach`` would start a
     counter of its own: a write after the step would go unseen.
     """
-    _set_excluded(_VERSIONED, False)
+    _set_excluded(VERSIONED, False)
     try:
         return _detach(tensor)
     finally:
-        _set_excluded(_VERSIONED, True)
+        _set_excluded(VERSIONED, True)

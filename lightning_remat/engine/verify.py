@@ -141,6 +141,10 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one shape and dtype are equal in every bit; NaN equals NaN of the same bits."""
     if a.shape != b.shape or a.dtype is not b.dtype:
         return False
+    if a.is_meta or b.is_meta:  # no bits
+        return a.is_meta and b.is_meta
     with torch.no_grad():
-        left, right = (t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1) for t in (a, b))
+        left, right = (t.detach().resolve_conj().resolve_neg().contiguous() for t in (a, b))
+        # Not reshape: one element is contiguous whatever its stride, and keeps it.
+        left, right = (t.as_strided((t.numel(),), (1,)) for t in (left, right))
         return bool(torch.equal(left.view(torch.uint8), right.view(torch.uint8)))

@@ -12,11 +12,13 @@ from lightning_remat.engine.actions import WRITE_ASK, WRITE_KEEP, Ask
 from lightning_remat.engine.generators import NoGenerator, RecordedState, state_before
 from lightning_remat.engine.plain import call_as_plain
 from lightning_remat.engine.rules import Rule, rule_for
-from lightning_remat.engine.store import Store, Unrecordable, alias
+from lightning_remat.engine.store import VERSIONED, Store, Unrecordable, alias
 from lightning_remat.engine.values import PACKED, SPLIT, STALE, Blank, Op, Value, geometry_of
 
 _STRIDED = torch.strided
 _grad_enabled = torch.is_grad_enabled
+
+_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 
 
 class Writes(Store):
@@ -86,7 +88,8 @@ class Writes(Store):
         old: Value | None,
     ) -> Op | None:
         """The op as it is to be recorded, its references taken while the old content is still current; else None."""
-        fills = rule.fills and target.numel() * target.element_size() == storage.nbytes()
+        lazy = self.bits and (target.is_conj() or target.is_neg())  # what is written is not what the op was given
+        fills = rule.fills and not lazy and target.numel() * target.element_size() == storage.nbytes()
         if old is None and not fills:
             return None  # the rest of the storage may have been written by code that we do not see
         op = Op()
@@ -110,7 +113,11 @@ class Writes(Store):
     ) -> Any:
         """Run a prepared write, and drop the new content."""
         func = op.func
-        out = func._op(*args, **kwargs) if kwargs else func._op(*args)
+        try:
+            out = func._op(*args, **kwargs) if kwargs else func._op(*args)
+        except BaseException:
+            self.dropped.pop(key, None)  # it may have written a part (an index out of range): what is there is a leaf
+            raise
         if old is not None:
             _mark_stale(old)
         if action == WRITE_ASK and not self.decide(op.extra[1], target):  # type: ignore[index, arg-type]
@@ -144,16 +151,14 @@ class Writes(Store):
         if value is not None:
             _mark_stale(value)
             return func(*args, **kwargs)
+        parameter = self.parameters.get(id(target.untyped_storage())) if key is not None else None
         found = self.leaves.get(key)
-        leaf: Value | None = found() if found is not None else None
+        leaf: Value | None = parameter[0] if parameter is not None else found() if found is not None else None
         if leaf is not None and leaf.tensor is target:
             leaf.tensor = alias(target)  # which keeps its geometry
-        if leaf is None or leaf.version is None:
-            return func(*args, **kwargs)
-        version = target._version
-        out = func(*args, **kwargs)
-        leaf.version += target._version - version
-        return out
+        if leaf is not None and leaf.version is not None and _counts_with(target, leaf.tensor):
+            leaf.version += 1  # which autograd does to the tensor after we have returned
+        return func(*args, **kwargs)
 
 
 def recorded_state(rule: Rule, args: Any, kwargs: dict[str, Any]) -> RecordedState | None:
@@ -167,3 +172,17 @@ def _mark_stale(value: Value) -> None:
     """Autograd's references to a value that has been overwritten are refused from now on, as in plain PyTorch."""
     if value.flags & PACKED and not value.flags & SPLIT:
         value.flags |= STALE
+
+
+def _counts_with(tensor: Tensor, other: Tensor | None) -> bool:
+    """Whether autograd will count a change of ``tensor``, and ``other`` shows that count: there is no way to ask."""
+    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
+        if _excluded(VERSIONED):
+            return False
+    if other is None or tensor.is_inference():
+        return False
+    before, version = tensor._version, other._version
+    torch.autograd.graph.increment_version(tensor)
+    shared = other._version != version
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (before,))
+    return shared

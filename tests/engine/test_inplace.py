@@ -1,6 +1,7 @@
 """In-place ops: a new value of the same storage, whatever was dropped before and whoever still looks at it."""
 
 import contextlib
+from typing import Any
 
 import pytest
 import torch
@@ -210,5 +211,47 @@ def test_functional_inplace_dropout_and_activation() -> None:
         h = F.leaky_relu(h * 1.0, 0.1, inplace=True)
         h = F.hardtanh_(net.b(h) * 1.0)
         return h.square().sum()
+
+    assert_exact(Net(), step)
+
+
+def test_a_list_of_one_tensor_is_changed_in_place() -> None:
+    """torch._foreach_mul_([h], ...) has a list where other in-place ops have the tensor."""
+
+    def step(net: Net) -> torch.Tensor:
+        h = net.a(X) * 2
+        before = (h + 1).sin()
+        torch._foreach_mul_([h], 1.5)
+        torch._foreach_add_([h.view(-1)], 0.25)
+        return net.b(before * (h * 2).cos()).sin().sum()
+
+    assert_exact(Net(), step)
+
+
+@pytest.mark.parametrize("policy", [None, recompute_all, lambda op: "keep"], ids=["plain", "recompute", "keep"])
+@pytest.mark.parametrize("name", ["_foreach_mul_", "_foreach_copy_", "_foreach_zero_"])
+def test_changes_to_lists_are_counted(name: str, policy: Any) -> None:
+    """Foreach ops leave version counters to the ops they call, which have to count inside the step as well."""
+    arguments: dict[str, tuple[Any, ...]] = {"_foreach_mul_": (2.0,), "_foreach_copy_": ([X, X],)}
+    leaf = X.clone().requires_grad_()
+    with contextlib.nullcontext() if policy is None else Remat(policy=policy):
+        h, other = leaf * 2, torch.zeros(4, 8)
+        loss = h.sin().sum()
+        with torch.no_grad():
+            getattr(torch, name)([h, other], *arguments.get(name, ()))
+    assert h._version == other._version == 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_write_through_a_lazy_bit() -> None:
+    """Filling a conjugated view stores the conjugate, and a replay has to do the same."""
+
+    def step(net: Net) -> torch.Tensor:
+        z = torch.complex(net.a(X) * 2, net.b(X))
+        first = (z * 2).conj().mul_(1j)
+        second = (z * 3).conj().copy_(z.sin())
+        third = torch._neg_view((z * 1.5).detach()).copy_(z * 0.5)
+        return (first.abs() + second.angle().sin() + (third * second).abs()).sum()
 
     assert_exact(Net(), step)

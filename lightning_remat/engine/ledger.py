@@ -6,7 +6,7 @@ storage.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from lightning_remat.engine.replay import Clock
 from lightning_remat.engine.rules import rule_for
 from lightning_remat.engine.store import forgetter
 from lightning_remat.engine.tape import Tape
-from lightning_remat.engine.values import Op, Value
+from lightning_remat.engine.values import PACKED, Op, Value
 
 OUTSIDE = "input, parameter or buffer"
 """Stands for the op that made a tensor where the step did not make it."""
@@ -166,7 +166,20 @@ class Ledger:
         if made is not None:
             line = self.line(*made)
             line.dropped_bytes -= storage.nbytes()
-            line.kept_bytes += storage.nbytes()
+            if value.flags & PACKED:  # otherwise it counts when somebody saves or reads it, if anybody does
+                line.kept_bytes += storage.nbytes()
+                self._counted[weakref(storage, self._forget_counted)] = None
+
+    def still_read(self, values: Iterable[Value]) -> None:
+        """The step is over, and recorded ops that backward may need go on reading these values."""
+        for value in values:
+            if value.tensor is None:
+                continue
+            storage = value.tensor.untyped_storage()
+            made = self._made.get(weakref(storage))
+            if made is not None and weakref(storage) not in self._counted:
+                self._counted[weakref(storage, self._forget_counted)] = None
+                self.line(*made).kept_bytes += storage.nbytes()
 
     def replayed(self, op: Op, seconds: float) -> None:
         """A recorded op was run again."""
@@ -196,3 +209,9 @@ class LedgerTape(Tape):  # type: ignore[no-untyped-call]  # torch's __init_subcl
         if not self.paused:
             self.ledger.made(func, out)
         return out
+
+    def clear(self) -> None:
+        """Forget the step, after a last look at what is read by ops that live on."""
+        self.dropped.clear()
+        self.ledger.still_read([value for found in self.leaves.values() if (value := found()) is not None])
+        super().clear()

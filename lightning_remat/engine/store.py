@@ -36,6 +36,7 @@ _CONSTANTS = frozenset(
 )
 _detach = torch._C.TensorBase.detach
 _set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _ONLY_HERE = 2  # references to a value that only a local variable and getrefcount's argument refer to
 VERSIONED = torch._C.DispatchKey.ADInplaceOrView
 
@@ -228,8 +229,9 @@ def alias(tensor: Tensor) -> Tensor:
     Inside ``__torch_dispatch__`` the key that makes aliases share it is excluded, and a plain ``detach`` would start a
     counter of its own: a write after the step would go unseen.
     """
+    before = _is_excluded(VERSIONED)
     _set_excluded(VERSIONED, False)
     try:
         return _detach(tensor)
     finally:
-        _set_excluded(VERSIONED, True)
+        _set_excluded(VERSIONED, before)

@@ -213,10 +213,9 @@ class Store:
             return
         value = self.dropped.pop(weakref(storage), None)
         if value is not None:
-            alias = _detach(tensor)
-            value.tensor = alias
-            value.geometry = geometry_of(alias)
-            value.version = alias._version
+            value.tensor = there = alias(tensor)
+            value.geometry = geometry_of(there)
+            value.version = there._version
             value.op = None
             self.leaves[weakref(storage, self._forget_leaf)] = weakref(value)
             for observer in self.observers:

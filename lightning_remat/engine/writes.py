@@ -74,8 +74,11 @@ class Writes(Store):
         key = weakref(target.untyped_storage()) if target.layout is torch.strided else None
         value = self.dropped.get(key)
         if value is not None:
+            if not value.flags & PACKED:
+                return func(*args, **kwargs)
+            # What is saved from now on is as good as any: it must not be this value, so that is kept.
             _mark_stale([value])
-            return func(*args, **kwargs)
+            self.keep(target)
         parameter = self.parameters.get(id(target.untyped_storage())) if key is not None else None
         found = self.leaves.get(key)
         leaf: Value | None = parameter[0] if parameter is not None else found() if found is not None else None

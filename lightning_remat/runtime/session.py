@@ -115,7 +115,7 @@ class Remat:
         self._policy = (FULL if self._budget is not None else SELECTIVE) if self._auto else parse_policy(policy)
         if self._policy.parts and blocks is not None:
             raise ConfigurationError(
-                f"blocks={blocks!r} and a mapping as policy= contradict each other: the patterns of the mapping are the "
+                f"blocks={blocks!r} and a mapping as policy= contradict each other: the mapping's patterns are the "
                 "blocks. Leave blocks= out, or give one policy for the blocks that you name."
             )
         if self._policy.ask is not None and blocks is not None:

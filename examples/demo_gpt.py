@@ -70,7 +70,7 @@ class Shape:
 
 SHAPES = {
     Size.tiny: Shape(blocks=4, width=32, heads=2, context=32, batch=2),  # seconds, for tests
-    Size.small: Shape(blocks=8, width=192, heads=6, context=256, batch=6),  # under two minutes on two CPU cores
+    Size.small: Shape(blocks=8, width=192, heads=6, context=256, batch=4),  # under two minutes on two CPU cores
     Size.base: Shape(blocks=12, width=768, heads=12, context=1024, batch=8),  # wants an accelerator
 }
 
@@ -243,7 +243,7 @@ def legend(device: torch.device, steps: int, seed: int) -> Table:
     out.add_column(style="dim bold", no_wrap=True)
     out.add_column(style="dim")
     out.add_row("peak memory", "the most that a step adds to what was there, by allocation events")
-    out.add_row("time per step", f"{clock_name}, median of {TIMED_ROUNDS} rounds; the policies take turns")
+    out.add_row("time per step", f"{clock_name}, median of {TIMED_ROUNDS} rounds, taking turns")
     out.add_row("ops run again", "in backward, as a share of the ops of forward")
     out.add_row(
         "identical",
@@ -323,9 +323,12 @@ app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 @app.command()
 def main(
     size: Annotated[Size, typer.Option(help="Shape of the model; base wants an accelerator.")] = Size.small,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps per policy.")] = 20,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps per policy.")] = 25,
     batch: Annotated[int | None, typer.Option(min=1, help="Windows of text per step.", show_default="by size")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    # With several, each op waits for the slowest thread: on a machine that does other work, too, that takes longer than
+    # one thread alone, and waiting counts as processor time.
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads within an op; more than 1 on an idle machine.")] = 1,
     policy: Annotated[
         list[str] | None,
         typer.Option(help="A policy to compare with none; give it several times.", show_default=", ".join(POLICIES)),
@@ -343,6 +346,7 @@ def main(
     if len(data) < windows_per_step:
         raise typer.BadParameter(f"the text has only {len(data)} windows of this size", param_hint="'--batch'")
 
+    torch.set_num_threads(threads)
     console = Console()
     columns = (TextColumn("{task.description:>9}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     outcomes = []
@@ -358,7 +362,6 @@ def main(
         measure(outcomes, model, torch.stack([data[i] for i in range(windows_per_step)]), where, bar)
 
     parameters = sum(p.numel() for p in model.parameters())
-    threads = torch.get_num_threads()
     cpu = f"{threads} CPU thread{'s' if threads > 1 else ''}"
     place = cpu if where.type == "cpu" else torch.cuda.get_device_name(where)
     title = (

@@ -16,17 +16,16 @@ WATCH = 4  # keep what it makes, but mind what it writes on the side, or the ops
 WRITE = 5  # changes an argument; the new content is dropped where it can be
 WRITE_ASK = 6
 WRITE_KEEP = 7
-BLANK = 8  # makes uninitialised memory
-SPLITS = 9  # makes views with version counters of their own
-LAZY = 10  # makes a view with a conjugate or negative bit
-HIGHER = 11  # a higher-order op: like PASS, but it is no overload
+SPLITS = 8  # makes views with version counters of their own
+LAZY = 9  # makes a view with a conjugate or negative bit
+HIGHER = 10  # a higher-order op: like PASS, but it is no overload
 
 Ask = Callable[[Rule, Any], bool]
 """(rule, outputs) -> whether to drop them."""
 
 
-class ActionTable(dict[Any, int]):
-    """The action for each overload seen so far, and where the others come from."""
+class ActionTable(dict[int, int]):
+    """The action for each overload seen so far, by its id, and where the others come from."""
 
     __slots__ = ("make",)
 

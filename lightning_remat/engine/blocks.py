@@ -47,13 +47,13 @@ def _repeated(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[
         if id(child) not in seen and not is_compiled(child)
     ]
     seen.update(id(child) for _, child in children)
-    groups: dict[type, Named] = defaultdict(list)
+    in_a_row = isinstance(module, (nn.Sequential, nn.ModuleList))
+    candidates = {id(child) for _, child in children if is_candidate(child) or (in_a_row and _is_own_leaf(child))}
+    groups: dict[type, int] = defaultdict(int)
+    for _, child in children:
+        groups[type(child)] += id(child) in candidates
     for name, child in children:
-        if is_candidate(child):
-            groups[type(child)].append((name, child))
-    for name, child in children:
-        group = groups.get(type(child), [])
-        if len(group) >= 2 and is_candidate(child) and not _is_stage(child):
+        if groups[type(child)] >= 2 and id(child) in candidates and not _is_stage(child):
             yield name, child
         else:
             yield from _repeated(child, f"{name}.", seen)
@@ -62,6 +62,12 @@ def _repeated(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[
 def is_candidate(module: nn.Module) -> bool:
     """Whether a module could be a block: it has trainable or frozen parameters, and parts."""
     return not is_container(module) and any(True for _ in module.children()) and has_parameters(module)
+
+
+def _is_own_leaf(module: nn.Module) -> bool:
+    """Whether a module without parts is a class of the user's: one op of ``torch.nn`` is not worth a block."""
+    own = not type(module).__module__.startswith("torch.nn.")
+    return own and has_parameters(module) and next(module.children(), None) is None
 
 
 def is_container(module: nn.Module) -> bool:

@@ -42,15 +42,18 @@ def state_before(args: Any, kwargs: dict[str, Any]) -> RecordedState:
     Raises:
         NoGenerator: see :func:`default_generator`.
     """
-    generator = kwargs.get("generator")
-    device: torch.device | None = kwargs.get("device")
-    for a in args:
-        if isinstance(a, torch.Generator):
-            generator = a
-        elif device is None and isinstance(a, Tensor):
-            device = a.device
+    generator = kwargs.get("generator") if kwargs else None
     if generator is None:
-        generator = default_generator(torch.device(device) if device is not None else torch.get_default_device())
+        device = None
+        for a in args:
+            if isinstance(a, Tensor):
+                device = a.device
+                break
+            if isinstance(a, torch.Generator):
+                return a, a.get_state()
+        if device is None:
+            device = torch.device(kwargs.get("device") or torch.get_default_device())
+        generator = default_generator(device)
     return generator, generator.get_state()
 
 

@@ -73,10 +73,26 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
     taken = stack[first:]
     others = [mode for mode in taken if mode not in _outside]
     _swap(len(taken), others)
+    # The hooks as well: a collective that backward starts would take them along in its thread state, to be released
+    # by the thread of the process group, which needs the GIL for that; whoever destroys the group waits for that
+    # thread with the GIL in hand.
+    hooks = list(_pop_hooks([mode for mode in taken if mode in _outside]))
     try:
         return original(*args, **kwargs)
     finally:
+        for pair in reversed(hooks):
+            pair.__enter__()
         _swap(len(others), taken)
+
+
+def _pop_hooks(tapes: Sequence[Any]) -> Iterator[Any]:
+    """Take the tapes' saved-tensor hooks away, as far as no hooks of somebody else lie on top of them."""
+    for tape in reversed(tapes):
+        top: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if top is None or top[0] != tape.hooks.pack_hook:
+            return
+        tape.hooks.__exit__()
+        yield tape.hooks
 
 
 def _swap(count: int, modes: list[Any]) -> None:

@@ -79,6 +79,8 @@ class Policy:
         """The tape's action for an op under this policy."""
         if rule.form == "higher":
             return actions.HIGHER
+        if rule.form == "blank":
+            return actions.PASS
         if rule.form == "view":
             if rule.name in ("aten._conj.default", "aten._neg_view.default"):
                 return actions.LAZY
@@ -86,8 +88,6 @@ class Policy:
         keep = rule.kind in ("fixed", "factory") or rule.kind in self.keeps
         if rule.form == "write":
             return actions.WRITE_KEEP if keep else actions.WRITE_ASK if self.ask is not None else actions.WRITE
-        if rule.form == "blank":
-            return actions.PASS if "random" in self.keeps else actions.BLANK
         if keep:
             return actions.WATCH if rule.hidden or rule.inner else actions.PASS
         if self.ask is not None:

@@ -7,9 +7,10 @@ in force. Hooks come and go with the step, so that a copy or a pickle of the mod
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ class Part:
         self.named = named
         self.table = table
         self.expected = len(named)  # calls in one step; corrected after the first
+        self.hooks: tuple[_Hook, _Hook] | None = None
         self.start()
 
     def start(self) -> None:
@@ -64,7 +66,7 @@ class Regions:
         self.parts = parts
         self.outside = outside
         self.stack: list[tuple[Part, ActionTable] | None] = []
-        self.handles: list[Any] = []
+        self.watched: list[tuple[int, nn.Module]] = []
         self.tape: Tape | None = None
 
     def install(self, tape: Tape) -> None:
@@ -78,16 +80,30 @@ class Regions:
                 self.watch(part, module)
 
     def watch(self, part: Part, module: nn.Module) -> None:
-        """Hook one module of a part."""
-        enter, leave = _Hook(self.enter, part), _Hook(self.leave, part)
-        self.handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
-        self.handles.append(module.register_forward_hook(leave, with_kwargs=True, always_call=True))
+        """Hook one module of a part.
+
+        What ``register_forward_pre_hook`` and ``register_forward_hook(always_call=True)`` do, without handles: this is
+        done for every block in every step.
+        """
+        hooks = part.hooks
+        if hooks is None:
+            hooks = part.hooks = (_Hook(self.enter, part), _Hook(self.leave, part))
+        key = id(part)
+        module._forward_pre_hooks[key] = hooks[0]
+        cast("OrderedDict[int, Any]", module._forward_pre_hooks).move_to_end(key, last=False)
+        module._forward_pre_hooks_with_kwargs[key] = True
+        module._forward_hooks[key] = hooks[1]
+        module._forward_hooks_always_called[key] = True
+        self.watched.append((key, module))
 
     def remove(self) -> int:
         """Take every hook away again; returns how many modules of parts ran."""
-        for handle in self.handles:
-            handle.remove()
-        self.handles.clear()
+        for key, module in self.watched:
+            module._forward_pre_hooks.pop(key, None)
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+            module._forward_hooks.pop(key, None)
+            module._forward_hooks_always_called.pop(key, None)
+        self.watched.clear()
         self.stack.clear()
         self.tape = None
         for part in self.parts:
@@ -109,14 +125,19 @@ class Regions:
             return
         part.inside = True
         if part.per_segment is not None and not part.open:
-            for tensor in tensors_in((args, kwargs)):
-                tape.keep(tensor)
+            for a in args:
+                if a.__class__ is Tensor:
+                    tape.keep(a)
+                else:
+                    keep_all(tape, a)
+            if kwargs:
+                keep_all(tape, kwargs)
             part.open = True
             part.outer = tape.actions
         self.stack.append((part, tape.actions))
         tape.actions = part.table
 
-    def leave(self, part: Part, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def leave(self, part: Part, module: nn.Module, args: Any, output: Any) -> None:
         """It has run, or raised (``output`` is None then)."""
         if is_compiling():
             return
@@ -129,10 +150,18 @@ class Regions:
         if part.per_segment is None:
             tape.actions = entry[1]
         elif part.calls % part.per_segment == 0 or part.calls >= part.expected:
-            for tensor in tensors_in(output):
-                tape.keep(tensor)
+            if output.__class__ is Tensor:
+                tape.keep(output)
+            else:
+                keep_all(tape, output)
             part.open = False
             tape.actions = part.outer or self.outside
+
+
+def keep_all(tape: Tape, value: Any) -> None:
+    """Keep every tensor in ``value``."""
+    for tensor in tensors_in(value):
+        tape.keep(tensor)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

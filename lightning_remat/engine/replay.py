@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_remat.engine.generators import rewound
+from lightning_remat.engine.generators import RecordedState
 from lightning_remat.engine.plain import replay_as_plain
 from lightning_remat.engine.values import OWNED, Blank, Extra, Geometry, Op, Value, check_leaf, storage_copy, view_of
 from lightning_remat.errors import ReplayError
@@ -110,7 +110,9 @@ def run(op: Op) -> None:
             if kind is tuple:
                 value, geometry = a
                 tensor = value.tensor
-                if value.version is not None:
+                if value.version is not None and (
+                    tensor._version != value.version or id(tensor.untyped_storage()) != value.anchor
+                ):
                     check_leaf(value)
                 if geometry is None or geometry == value.geometry:
                     add(tensor)
@@ -122,7 +124,7 @@ def run(op: Op) -> None:
                 add(a)
         out = op.func._op(*args)
         del args, add, a, tensor, value
-    elif extra.rule is not None and extra.rule.form == "write":
+    elif extra[1] is not None and extra[1].form == "write":
         _run_write(op, extra)
         return
     else:
@@ -150,9 +152,10 @@ def run(op: Op) -> None:
 
 def _call(op: Op, extra: Extra) -> Any:
     """Call an op that has keywords, draws from a generator, or updates running statistics."""
+    kwargs, rule, rng = extra
     args = [_argument(a) for a in op.args]
-    kwargs = {name: _argument(a) for name, a in extra.kwargs.items()}
-    rule = extra.rule
+    if kwargs:
+        kwargs = {name: _argument(a) for name, a in kwargs.items()}
     if rule is not None and rule.hidden and (rule.training is None or args[rule.training]):
         # Running statistics: in training the outputs do not depend on them, and they count this step once.
         for i in rule.hidden:
@@ -160,10 +163,20 @@ def _call(op: Op, extra: Extra) -> Any:
                 args[i] = args[i].clone()
     if rule is not None and rule.inner:
         return replay_as_plain(op.func, args, kwargs)
-    if extra.rng is None:
+    if rng is None:
         return op.func(*args, **kwargs)
-    with rewound(extra.rng):
-        return op.func(*args, **kwargs)
+    return _call_rewound(rng, op.func, args, kwargs)
+
+
+def _call_rewound(recorded: RecordedState, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call a random op from a recorded generator state; the user's stream then goes on as if it had not been called."""
+    generator, state = recorded
+    now = generator.get_state()
+    generator.set_state(state)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        generator.set_state(now)
 
 
 def _run_write(op: Op, extra: Extra) -> None:
@@ -181,14 +194,15 @@ def _run_write(op: Op, extra: Extra) -> None:
             old.tensor = None
         else:
             base = storage_copy(old.tensor)  # type: ignore[arg-type]
-        target = _seen_under(base, geometry, first[1])
-    args = [target, *[_argument(a) for a in op.args[1:]]]
-    kwargs = {name: _argument(a) for name, a in extra.kwargs.items()}
-    if extra.rng is None:
-        op.func(*args, **kwargs)
+        target = base if first[1] == geometry else _seen_under(base, geometry, first[1])
+    kwargs, _, rng = extra
+    args = [target, *[_argument(a) if a.__class__ is tuple or a.__class__ is list else a for a in op.args[1:]]]
+    if kwargs:
+        kwargs = {name: _argument(a) for name, a in kwargs.items()}
+    if rng is None:
+        op.func._op(*args, **kwargs)
     else:
-        with rewound(extra.rng):
-            op.func(*args, **kwargs)
+        _call_rewound(rng, op.func._op, args, kwargs)
     value = op.outs[0][1]()
     if value is not None:
         value.tensor = base
@@ -223,7 +237,7 @@ def _conform(op: Op, position: int, out: Tensor, value: Value) -> Tensor:
     if out.dtype is not dtype and out.dtype is torch.get_default_dtype():
         # The op took its dtype from a global default that was another one in forward.
         with _default_dtype(dtype):
-            again = _call(op, op.extra or Extra({}))
+            again = _call(op, op.extra or ({}, None, None))
         out = again[position] if isinstance(again, (tuple, list)) else again
     if out.dtype is not dtype or out.size() != size:
         raise ReplayError(

@@ -46,7 +46,7 @@ _SILENT_VIEWS = frozenset(
 )
 
 # Memory whose content is undefined until something writes to it. Code that the dispatcher does not show (Triton,
-# pybind, NumPy) may be what writes, so such a tensor counts as computed by us only after a visible op filled it all.
+# pybind, NumPy) may be what writes, so it is kept, unless a visible op then fills all of it with random numbers.
 _BLANK = frozenset(
     {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided"}
 )
@@ -140,10 +140,12 @@ class Rule:
         kind: what policies choose by; ``fixed`` is never recomputed.
         writes: positions (int) and keywords (str) of the arguments that the op changes.
         fills: the old content of the changed argument does not matter.
+        draws: it fills its first argument with random numbers.
+        in_place: it writes its first argument and nothing else, and may be run again.
         moves: it only changes how the argument shows its storage (``unsqueeze_``, ``t_``); no byte is written.
         hidden: positions of running statistics that the op updates on the side.
         training: position of the flag that says whether it updates them; None if it always does.
-        transfers: with a ``device`` argument it copies to another device.
+        transfers: its ``device`` argument may name another device than that of its input.
         dropout: position of the dropout probability, if the op is random only when that is above zero.
         inner: it calls ops that depend on keys above Python; see :func:`~lightning_remat.engine.plain.call_as_plain`.
             Among them are writes to lists (``_foreach_mul_``), which leave version counters to the ops they call.
@@ -160,6 +162,8 @@ class Rule:
     dropout: int | None = None
     transfers: bool = False
     inner: bool = False
+    in_place: bool = False
+    draws: bool = False
 
     @property
     def random(self) -> bool:
@@ -167,15 +171,16 @@ class Rule:
         return self.kind == "random" or self.dropout is not None
 
 
-_rules: dict[Any, Rule] = {}
+# By identity: overloads live for ever, and hashing one is a Python call. The entry holds on to its overload too.
+_rules: dict[int, tuple[Rule, Any]] = {}
 
 
 def rule_for(func: Any) -> Rule:
     """The verdict on an overload (or higher-order op), made at most once."""
-    rule = _rules.get(func)
-    if rule is None:
-        rule = _rules[func] = _make_rule(func)
-    return rule
+    found = _rules.get(id(func))
+    if found is None:
+        found = _rules[id(func)] = (_make_rule(func), func)
+    return found[0]
 
 
 def _make_rule(func: Any) -> Rule:
@@ -201,19 +206,23 @@ def _make_rule(func: Any) -> Rule:
                 dropout = position
         if dropout is None:
             kind = "random"
+    moves = torch.Tag.inplace_view in func.tags and base not in _FIXED
+    inner = form != "view" and (base in _INNER or base.startswith(_EXPENSIVE_STEMS))
+    inner = inner or (form == "write" and not _counts(func))
     return Rule(
         name=name,
         form=form,
         kind=kind,
         writes=tuple(writes) if form == "write" else (),
         fills=base in FILLS,
-        moves=torch.Tag.inplace_view in func.tags and base not in _FIXED,
+        moves=moves,
         hidden=hidden,
         training=_TRAINING_FLAG.get(base),
         dropout=dropout,
         transfers=base == "aten::_to_copy",
-        inner=form != "view"
-        and (base in _INNER or base.startswith(_EXPENSIVE_STEMS) or (form == "write" and not _counts(func))),
+        inner=inner,
+        draws=base in FILLS and kind == "random",
+        in_place=form == "write" and writes == [0] and kind != "fixed" and not moves and not inner,
     )
 
 

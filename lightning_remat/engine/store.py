@@ -1,4 +1,4 @@
-"""What the tape knows about storages: which hold a dropped value, which a leaf, which are parameters or blank.
+"""What the tape knows about storages: which hold a dropped value, which a leaf, and which are parameters.
 
 Everything is found by storage, never by Python object, since autograd and views hand us ever new objects over the same
 bytes. The key is a weak reference to the storage's Python object, which lives exactly as long as the storage: an entry
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter
 
-from lightning_remat.engine.values import HELD, Blank, Op, Ref, Value, geometry_of, storage_copy
+from lightning_remat.engine.values import HELD, Op, Ref, Value, geometry_of, storage_copy
 
 _PLAIN = frozenset({Tensor, Parameter, torch.nn.Buffer})
 _CONSTANTS = frozenset(
@@ -75,7 +75,6 @@ class Store:
         dropped: values that are not kept, while their storage is still alive.
         leaves: weak references to values that are there and that a recorded op reads.
         parameters: the same for parameters, by id of their storage, which the entry itself keeps alive: cheaper.
-        blanks: memory that nothing has filled yet.
         bits: lazy conjugation or negation was seen, so references have to carry it.
         observers: told of everything that is recorded, saved or kept (a ledger, verification); none in steady state.
     """
@@ -85,18 +84,15 @@ class Store:
         self.bits = False
         self.dropped: dict[Any, Value] = {}
         self.leaves: dict[Any, Any] = {}
-        self.blanks: dict[Any, Blank] = {}
         self.parameters: dict[int, Ref] = {}
         self._forget_dropped = forgetter(self.dropped)
         self._forget_leaf = forgetter(self.leaves)
-        self._forget_blank = forgetter(self.blanks)
         self.observers: list[Observer] = []
 
     def clear(self) -> None:
         """Forget the step: nothing that autograd does not hold stays alive."""
         self.dropped.clear()
         self.leaves.clear()
-        self.blanks.clear()
         self.parameters.clear()
 
     def _arguments(self, args: Any, needs: list[Value]) -> list[Any]:
@@ -152,15 +148,17 @@ class Store:
 
     def _leaf_ref(self, tensor: Tensor, storage: Any) -> Ref:
         """A reference to content that the tape did not compute."""
-        parameter = self.parameters.get(id(storage))
-        if parameter is not None:
-            return (parameter[0], geometry_of(tensor))
         has_history = tensor.requires_grad
-        if has_history and tensor._base.__class__ is Parameter:
-            parameter = self._parameter_ref(tensor._base, storage)
-            return (parameter[0], geometry_of(tensor))
-        found = self.leaves.get(weakref(storage))
-        value = found() if found is not None else None
+        parameter = self.parameters.get(id(storage))
+        if parameter is None and has_history:
+            base = tensor._base
+            if base.__class__ is Parameter:
+                parameter = self._parameter_ref(base, storage)
+        if parameter is not None:
+            value: Value | None = parameter[0]
+        else:
+            found = self.leaves.get(weakref(storage))
+            value = found() if found is not None else None
         if value is not None:
             if self.bits:
                 return (value, geometry_of(tensor))
@@ -216,6 +214,7 @@ class Store:
             value.tensor = there = alias(tensor)
             value.geometry = geometry_of(there)
             value.version = there._version
+            value.anchor = id(storage)
             value.op = None
             self.leaves[weakref(storage, self._forget_leaf)] = weakref(value)
             for observer in self.observers:

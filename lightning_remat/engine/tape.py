@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_remat.engine.actions import (
     ASK,
-    BLANK,
     HIGHER,
     LAZY,
     PASS,
@@ -44,8 +43,6 @@ from lightning_remat.engine.values import (
     PACKED,
     SPLIT,
     STALE,
-    Blank,
-    Extra,
     Op,
     Value,
     check_saved,
@@ -92,7 +89,7 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one op, and record it if the action table says so."""
         # func._op is what OpOverload.__call__ calls; going there directly saves a Python frame on every op.
-        action = self.actions.get(func)
+        action = self.actions.get(id(func))
         if action is None:
             action = self._learn(func)
         if action == PASS or self.paused:
@@ -104,6 +101,8 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             if _grad_enabled():
                 self._record(func, args, kwargs, out, None, None)
             return out
+        if WRITE <= action <= WRITE_KEEP:
+            return self._write(action, func, args, kwargs or {})
         return self._dispatch_rest(action, func, args, kwargs or {})
 
     def _dispatch_rest(self, action: int, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -119,14 +118,6 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             return func(*args, **kwargs)
         rule = rule_for(func)
         grad = _grad_enabled()
-        if WRITE <= action <= WRITE_KEEP:
-            return self._write(action, func, rule, args, kwargs, grad)
-        if action == BLANK:
-            out = func(*args, **kwargs)
-            if grad and out.__class__ is Tensor and out.layout is torch.strided:
-                blank = Blank((out.size(), out.stride(), out.dtype, out.device))
-                self.blanks[weakref(out.untyped_storage(), self._forget_blank)] = blank
-            return out
         keep = not grad or action == WATCH
         rng = None
         if not keep and rule.random:
@@ -141,15 +132,15 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             keep = keep or autocast
         else:
             out = func(*args, **kwargs)
-        if rule.transfers and kwargs.get("device") is not None:
-            keep = True  # it may cross the bus
+        if rule.transfers and kwargs.get("device") not in (None, args[0].device):
+            keep = True  # it crosses the bus
         if not keep and (action != ASK or self.decide(rule, out)):
             self._record(func, args, kwargs, out, rng, rule)
         return out
 
     def _learn(self, func: Any) -> int:
         rule = rule_for(func)
-        action = self.actions[func] = self.actions.make(rule)
+        action = self.actions[id(func)] = self.actions.make(rule)
         return action
 
     # ------------------------------------------------------------------ recording
@@ -162,9 +153,9 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         try:
             needs = op.needs = []
             op.args = self._arguments(args, needs)
-            op.extra = Extra(self._keywords(kwargs, needs), rule, rng) if kwargs or rule is not None else None
+            op.extra = (self._keywords(kwargs, needs), rule, rng) if kwargs or rule is not None else None
             if out.__class__ is Tensor:
-                # The commonest case, written out: what _make does for each of several outputs.
+                # The commonest case, written out: what _make_several does for each output.
                 if out.layout is not _STRIDED:
                     return
                 storage = out.untyped_storage()
@@ -190,38 +181,35 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             for observer in self.observers:
                 observer.recorded(op, args, kwargs, out)
 
-    def _make(self, op: Op, out: Tensor) -> tuple[Any, Value] | None:
-        """The value of one output and its key in ``dropped``; None if it lies in an input's storage."""
-        if out.layout is not _STRIDED:
-            raise Unrecordable
-        storage = out.untyped_storage()
-        key = weakref(storage, self._forget_dropped)
-        # Every input is in one of these by now.
-        if key in self.dropped or key in self.leaves or id(storage) in self.parameters:
-            return None
-        value = Value()
-        value.op = op
-        value.tensor = None
-        value.version = None
-        value.flags = 0
-        value.geometry = (out.size(), out.stride(), out.storage_offset(), out.dtype)
-        return key, value
-
     def _make_several(self, op: Op, outs: Any) -> bool:
-        """Drop each of several outputs; False if there is nothing to drop."""
-        made: dict[Any, tuple[int, Value]] = {}
-        for position, out in enumerate(outs if isinstance(outs, (tuple, list)) else (outs,)):
+        """Drop each of several outputs, unless it lies in an input's storage; False if there is nothing to drop."""
+        dropped = self.dropped
+        made: list[tuple[int, Value, Any]] = []
+        position = -1
+        for out in outs if isinstance(outs, (tuple, list)) else (outs,):
+            position += 1
             if out.__class__ is Tensor:
-                entry = self._make(op, out)
-                if entry is not None:
-                    if entry[0] in made:  # two outputs in one storage: one value could not stand for both
+                if out.layout is not _STRIDED:
+                    raise Unrecordable
+                storage = out.untyped_storage()
+                key = weakref(storage, self._forget_dropped)
+                # Every input is in one of these by now.
+                if key in dropped or key in self.leaves or id(storage) in self.parameters:
+                    continue
+                for entry in made:
+                    if entry[2] == key:  # two outputs in one storage: one value could not stand for both
                         raise Unrecordable
-                    made[entry[0]] = (position, entry[1])
+                value = Value()
+                value.op = op
+                value.tensor = value.version = None
+                value.flags = 0
+                value.geometry = (out.size(), out.stride(), out.storage_offset(), out.dtype)
+                made.append((position, value, key))
             elif isinstance(out, Tensor):
                 raise Unrecordable
-        op.outs = tuple([(position, weakref(value)) for position, value in made.values()])
-        for key, (_, value) in made.items():
-            self.dropped[key] = value
+        op.outs = tuple([(position, weakref(value)) for position, value, _ in made])
+        for _, value, key in made:
+            dropped[key] = value
         return bool(made)
 
     # ------------------------------------------------------------------ autograd's side

@@ -10,7 +10,7 @@ by reference count alone::
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref as weakref
 
 import torch
@@ -67,12 +67,8 @@ class Op:
     label: Any  # (module, op name) while a ledger is kept, else unset
 
 
-class Extra(NamedTuple):
-    """What only some ops need for their replay."""
-
-    kwargs: dict[str, Any]
-    rule: Rule | None = None
-    rng: RecordedState | None = None
+Extra = tuple[dict[str, Any], "Rule | None", "RecordedState | None"]
+"""What only some ops need for their replay: keyword arguments, the op's rule, a generator's state."""
 
 
 class Blank(tuple[Any, ...]):

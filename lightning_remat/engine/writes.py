@@ -11,11 +11,13 @@ from torch import Tensor
 from lightning_remat.engine.actions import WRITE_ASK, WRITE_KEEP, Ask
 from lightning_remat.engine.generators import NoGenerator, RecordedState, state_before
 from lightning_remat.engine.plain import call_as_plain
-from lightning_remat.engine.rules import Rule
+from lightning_remat.engine.rules import Rule, rule_for
 from lightning_remat.engine.store import VERSIONED, Store, Unrecordable, alias
-from lightning_remat.engine.values import PACKED, SPLIT, STALE, Blank, Extra, Op, Value, geometry_of
+from lightning_remat.engine.values import PACKED, SPLIT, STALE, Blank, Op, Value, geometry_of
 
-_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_STRIDED = torch.strided
+_grad_enabled = torch.is_grad_enabled
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 
 
 class Writes(Store):
@@ -40,29 +42,101 @@ class Writes(Store):
                 if i < len(args) and isinstance(args[i], Tensor):
                     self._before_write(args[i])
 
-    def _write(self, action: int, func: Any, rule: Rule, args: Any, kwargs: dict[str, Any], grad: bool) -> Any:
+    def _write(self, action: int, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """An op that changes an argument: a new value of the same storage.
 
-        Where the old content was dropped, or was blank and is filled by this op, the new one is dropped as well.
+        Where the old content was dropped, so is the new one, and so are random numbers that fill a storage (a mask).
         Otherwise the new content takes the old one's place as a leaf; what was recorded from the old one gets a copy.
         """
+        rule = rule_for(func)
+        if rule.in_place and action != WRITE_KEEP and _grad_enabled():
+            target = args[0]
+            if target.__class__ is Tensor and target.layout is _STRIDED:
+                storage = target.untyped_storage()
+                key = weakref(storage)
+                old = self.dropped.get(key)
+                if old is not None or (rule.draws and self._is_unread(key, storage)):
+                    op = self._prepare_write(func, rule, args, kwargs, target, storage, old)
+                    if op is not None:
+                        return self._write_dropped(op, action, args, kwargs, target, key, old)
         if rule.moves:
             return self._move(func, args, kwargs)
         targets: list[Tensor] = []
         for w in rule.writes:
-            target = kwargs.get(w) if w.__class__ is str else args[w] if w < len(args) else None  # type: ignore[operator]
-            targets += [
-                t for t in (target if isinstance(target, (list, tuple)) else (target,)) if isinstance(t, Tensor)
-            ]
-        op = None
-        alone = rule.writes == (0,) and args[0].__class__ is Tensor  # not a list, as _foreach_mul_ takes one
-        if grad and alone and action != WRITE_KEEP and rule.kind != "fixed":
-            op = self._prepare_write(func, rule, args, kwargs, targets[0])
+            written = kwargs.get(w) if isinstance(w, str) else args[w] if w < len(args) else None
+            some = written if isinstance(written, (list, tuple)) else (written,)
+            targets += [t for t in some if isinstance(t, Tensor)]
         overwritten = [v for v in map(self._before_write, targets) if v is not None]
         out = call_as_plain(func, args, kwargs)[0] if rule.inner else func(*args, **kwargs)
-        _mark_stale(overwritten)
-        if op is not None and (action != WRITE_ASK or self.decide(rule, targets[0])):
-            self._drop_written(op, targets[0], overwritten)
+        for value in overwritten:
+            _mark_stale(value)
+        return out
+
+    def _is_unread(self, key: Any, storage: Any) -> bool:
+        """Whether no recorded op reads what the storage holds now, and it is not a parameter's."""
+        return key not in self.leaves and id(storage) not in self.parameters
+
+    def _prepare_write(
+        self,
+        func: Any,
+        rule: Rule,
+        args: Any,
+        kwargs: dict[str, Any],
+        target: Tensor,
+        storage: Any,
+        old: Value | None,
+    ) -> Op | None:
+        """The op as it is to be recorded, its references taken while the old content is still current; else None."""
+        lazy = target.is_conj() or target.is_neg()  # what is stored is not what the op was given
+        fills = rule.fills and not lazy and target.numel() * target.element_size() == storage.nbytes()
+        if old is None and not fills:
+            return None  # the rest of the storage may have been written by code that we do not see
+        op = Op()
+        needs: list[Value] = []
+        try:
+            rng = recorded_state(rule, args, kwargs) if rule.random else None
+            if fills:
+                blank = Blank((target.size(), target.stride(), target.dtype, target.device))
+                op.args = [blank, *self._arguments(args[1:], needs)]
+            else:
+                op.args = self._arguments(args, needs)
+            op.extra = (self._keywords(kwargs, needs) if kwargs else kwargs, rule, rng)
+        except (Unrecordable, NoGenerator, NotImplementedError, RuntimeError):
+            return None
+        op.needs = needs
+        op.func = func
+        return op
+
+    def _write_dropped(
+        self, op: Op, action: int, args: Any, kwargs: dict[str, Any], target: Tensor, key: Any, old: Value | None
+    ) -> Any:
+        """Run a prepared write, and drop the new content."""
+        func = op.func
+        try:
+            out = func._op(*args, **kwargs) if kwargs else func._op(*args)
+        except BaseException:
+            self.dropped.pop(key, None)  # it may have written a part before it raised
+            raise
+        if old is not None:
+            _mark_stale(old)
+        if action == WRITE_ASK and not self.decide(op.extra[1], target):  # type: ignore[index, arg-type]
+            self.dropped.pop(key, None)
+            return out
+        op.index = self.count = self.count + 1
+        self.recorded += 1
+        value = Value()
+        value.op = op
+        value.tensor = value.version = None
+        value.flags = 0 if old is None else old.flags & SPLIT
+        value.geometry = geometry_of(target) if op.args[0].__class__ is Blank else old.geometry  # type: ignore[union-attr]
+        op.outs = ((0, weakref(value)),)
+        if old is None:
+            self.dropped[weakref(target.untyped_storage(), self._forget_dropped)] = value
+        else:
+            self.dropped[key] = value  # the dictionary goes on with the key that it has, callback included
+        if self.observers:
+            for observer in self.observers:
+                observer.recorded(op, None, None, target)
         return out
 
     def _move(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -77,7 +151,7 @@ class Writes(Store):
             if not value.flags & PACKED:
                 return func(*args, **kwargs)
             # What is saved from now on is as good as any: it must not be this value, so that is kept.
-            _mark_stale([value])
+            _mark_stale(value)
             self.keep(target)
         parameter = self.parameters.get(id(target.untyped_storage())) if key is not None else None
         found = self.leaves.get(key)
@@ -87,50 +161,6 @@ class Writes(Store):
         if leaf is not None and leaf.version is not None and _counts_with(target, leaf.tensor):
             leaf.version += 1  # which autograd does to the tensor after we have returned
         return func(*args, **kwargs)
-
-    def _prepare_write(self, func: Any, rule: Rule, args: Any, kwargs: dict[str, Any], target: Tensor) -> Op | None:
-        """The op as it is to be recorded, its references taken while the old content is still current; else None."""
-        if target.layout is not torch.strided:
-            return None
-        storage = target.untyped_storage()
-        key = weakref(storage)
-        blank: Any = self.blanks.pop(key, None)
-        if blank is None and key not in self.dropped:
-            return None
-        lazy = target.is_conj() or target.is_neg()  # what is written is not what the op was given
-        filled = rule.fills and not lazy and target.numel() * target.element_size() == storage.nbytes()
-        if blank is not None and not filled:
-            return None
-        op = Op()
-        op.needs = []
-        try:
-            rng = recorded_state(rule, args, kwargs) if rule.random else None
-            if filled:
-                target_geometry = Blank((target.size(), target.stride(), target.dtype, target.device))
-                op.args = [target_geometry, *self._arguments(args[1:], op.needs)]
-            else:
-                op.args = self._arguments(args, op.needs)
-            op.extra = Extra(self._keywords(kwargs, op.needs), rule, rng)
-        except (Unrecordable, NoGenerator, NotImplementedError, RuntimeError):
-            return None
-        op.func = func
-        return op
-
-    def _drop_written(self, op: Op, target: Tensor, overwritten: list[Value]) -> None:
-        op.index = self.count = self.count + 1
-        self.recorded += 1
-        storage = target.untyped_storage()
-        value = Value()
-        value.op = op
-        value.tensor = None
-        value.version = None
-        value.flags = overwritten[0].flags & SPLIT if overwritten else 0
-        filled = op.args[0].__class__ is Blank
-        value.geometry = geometry_of(target) if filled else overwritten[0].geometry
-        op.outs = ((0, weakref(value)),)
-        self.dropped[weakref(storage, self._forget_dropped)] = value
-        for observer in self.observers:
-            observer.recorded(op, None, None, target)
 
 
 def recorded_state(rule: Rule, args: Any, kwargs: dict[str, Any]) -> RecordedState | None:
@@ -143,7 +173,7 @@ def recorded_state(rule: Rule, args: Any, kwargs: dict[str, Any]) -> RecordedSta
 def _counts_with(tensor: Tensor, other: Tensor | None) -> bool:
     """Whether autograd will count a change of ``tensor``, and ``other`` shows that count: there is no way to ask."""
     with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
-        if _excluded(VERSIONED):
+        if _is_excluded(VERSIONED):
             return False
     if other is None or tensor.is_inference():
         return False
@@ -154,7 +184,7 @@ def _counts_with(tensor: Tensor, other: Tensor | None) -> bool:
     return shared
 
 
-def _mark_stale(values: list[Value]) -> None:
-    for value in values:
-        if value.flags & PACKED and not value.flags & SPLIT:
-            value.flags |= STALE
+def _mark_stale(value: Value) -> None:
+    """Autograd's references to a value that has been overwritten are refused from now on, as in plain PyTorch."""
+    if value.flags & PACKED and not value.flags & SPLIT:
+        value.flags |= STALE

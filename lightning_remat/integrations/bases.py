@@ -55,16 +55,18 @@ def resolve_base(base: Any, namespace: str) -> tuple[type | None, dict[str, Any]
     return base_class, preset
 
 
+class Recomputing:
+    """Marks strategy classes that recompute."""
+
+
 def strategies_of(namespace: str) -> Any:
     """The module ``<namespace>.strategies``."""
     return importlib.import_module(f"{namespace}.strategies")
 
 
 def is_ours(base_class: Any) -> bool:
-    """Whether a class recomputes already."""
-    from lightning_remat.integrations.strategy import RematStrategy
-
-    return isinstance(base_class, type) and issubclass(base_class, RematStrategy)
+    """Whether a class recomputes already: RematStrategy, or one that was made from it."""
+    return isinstance(base_class, type) and issubclass(base_class, Recomputing)
 
 
 def is_supported(base_class: Any) -> bool:

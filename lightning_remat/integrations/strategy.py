@@ -8,11 +8,12 @@ a placeholder and turns into the real thing when Lightning configures its launch
 from __future__ import annotations
 
 import importlib
+import logging
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from lightning_remat.errors import ConfigurationError
-from lightning_remat.integrations.bases import NAMESPACES, check_options, resolve_base, strategies_of
+from lightning_remat.integrations.bases import NAMESPACES, Recomputing, check_options, resolve_base, strategies_of
 from lightning_remat.runtime.session import Remat
 
 if TYPE_CHECKING:
@@ -22,8 +23,10 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
+log = logging.getLogger("lightning.pytorch")  # Lightning's, so that what is said appears where its own lines do
 
-class RematStrategy(_Base):
+
+class RematStrategy(Recomputing, _Base):
     """A Lightning strategy whose training step is recorded and recomputed by :class:`~lightning_remat.Remat`.
 
     Args:
@@ -88,6 +91,8 @@ class RematStrategy(_Base):
         if fit:
             # Again: by now the precision plugin or SyncBatchNorm may have put other modules in place of some.
             self.remat.bind(self.lightning_module)  # type: ignore[arg-type]
+            if self.is_global_zero:
+                log.info(self.remat.summary)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The base's training step, recorded."""
@@ -95,7 +100,7 @@ class RematStrategy(_Base):
             return super().training_step(*args, **kwargs)
 
     def __reduce__(self) -> Any:
-        base = next(c for c in type(self).__mro__ if not issubclass(c, RematStrategy))
+        base = next(c for c in type(self).__mro__ if not issubclass(c, Recomputing) and c is not Recomputing)
         return _rebuild, (base,), self.__dict__
 
     def _configure_launcher(self) -> None:

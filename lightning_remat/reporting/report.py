@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from lightning_remat.engine.ledger import Ledger
 from lightning_remat.runtime.sizes import format_bytes
-
-if TYPE_CHECKING:
-    from lightning_remat.runtime.session import Remat
 
 
 @dataclass
@@ -24,15 +21,12 @@ class Row:
     replay_seconds: float = 0.0
 
 
-def rows_of(remat: Remat) -> dict[tuple[str, str], Row]:
+def rows_of(blocks: list[str], ledger: Ledger | None) -> dict[tuple[str, str], Row]:
     """The report's rows by (module, kind of op), in order of first use. Repeated blocks are summed under one name."""
-    ledger = remat.ledger
     rows: dict[tuple[str, str], Row] = defaultdict(Row)
-    if ledger is None:
-        return rows
-    for line in ledger.lines.values():
+    for line in ledger.lines.values() if ledger is not None else ():
         if line.kept_bytes or line.dropped_bytes or line.replayed_ops:
-            row = rows[_folded(line.module, remat.blocks), line.kind]
+            row = rows[_folded(line.module, blocks), line.kind]
             row.kept_bytes += line.kept_bytes
             row.dropped_bytes += line.dropped_bytes
             row.replayed_ops += line.replayed_ops
@@ -40,21 +34,15 @@ def rows_of(remat: Remat) -> dict[tuple[str, str], Row]:
     return rows
 
 
-def report_table(remat: Remat) -> Table:
+def report_table(title: str, blocks: list[str], ledger: Ledger | None) -> Table:
     """See :meth:`lightning_remat.Remat.report`."""
-    blocks = remat.blocks
-    found = (
-        f"{len(blocks)} blocks: {blocks[0]} … {blocks[-1]}"
-        if len(blocks) > 1
-        else f"blocks: {', '.join(blocks) or 'none'}"
-    )
-    table = Table(title=f"policy {remat.policy}, {found}")
+    table = Table(title=title)
     table.add_column("module")
     table.add_column("ops")
     for name in ("kept", "dropped", "replayed ops", "replay ms"):
         table.add_column(name, justify="right")
     total = Row()
-    for (module, kind), row in rows_of(remat).items():
+    for (module, kind), row in rows_of(blocks, ledger).items():
         table.add_row(module or "(outside of modules)", kind, *_cells(row))
         total.kept_bytes += row.kept_bytes
         total.dropped_bytes += row.dropped_bytes

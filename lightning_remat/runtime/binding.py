@@ -89,6 +89,8 @@ class Binding:
         part = self.regions.parts[0]
         part.named += named
         part.expected = len(part.named)
+        if not part.calls:
+            part.per_segment = self.policy.blocks_per_segment(part.expected)
         return [(part, named)]
 
     def _mapped(self, root: nn.Module) -> list[Part]:

@@ -121,6 +121,7 @@ class Remat:
         if self._policy.ask is not None and blocks is not None:
             # Naming blocks asks for their borders; without them a function over ops decides about everything.
             self._policy = replace(self._policy, segment=1)
+        self._first_policy = self._policy
         self._blocks_option = blocks
         self._kept_ops: set[str] = set()
         self._clock = Clock()
@@ -128,7 +129,7 @@ class Remat:
         self._modules = ModuleStack()
         self._ledger: Ledger | None = None
         self._verifier = Verifier(self._never_again) if verify else None
-        self._binding = self._new_binding()
+        self._binding = self._new_binding(self._policy)
         self._depth = 0
         self._stack: ExitStack | None = None
         self._active: Tape | None = None
@@ -154,6 +155,20 @@ class Remat:
         return [name for part in self._binding.regions.parts for name, _ in part.named]
 
     @property
+    def summary(self) -> str:
+        """One line: the policy in force, who chose it, and the blocks it works on."""
+        names = self.blocks
+        blocks = (
+            f"{len(names)} blocks: {names[0]} ... {names[-1]}"
+            if len(names) > 1
+            else f"block {names[0]}"
+            if names
+            else ""
+        )
+        chosen = " (chosen by 'auto')" if self._auto else ""
+        return f"recomputation policy {self.policy}{chosen}, {blocks or 'no blocks'}"
+
+    @property
     def stats(self) -> StepStats:
         """Figures of the last step."""
         recorded = self._active.recorded if self._active is not None else self._recorded
@@ -164,9 +179,9 @@ class Remat:
 
         Bytes kept, bytes dropped, ops replayed and the time that took.
         """
-        from lightning_remat.reporting.report import report_table
+        from lightning_remat.reporting.report import report_table  # upwards, and only for those who ask
 
-        return report_table(self)
+        return report_table(self.summary, self.blocks, self._ledger)
 
     @property
     def ledger(self) -> Ledger | None:
@@ -190,13 +205,20 @@ class Remat:
                 already does activation checkpointing.
         """
         if not self._policy.off:
-            binding = self._new_binding()
+            binding = self._new_binding(self._first_policy)
             binding.bind(root)
-            self._binding = binding
-            self._ledger = None
+            self._policy = self._first_policy
+            self._steps = 0
+            self._begin_anew(binding)
 
-    def _new_binding(self) -> Binding:
-        return Binding(self._policy, self._blocks_option, self._table)
+    def _new_binding(self, policy: Policy) -> Binding:
+        return Binding(policy, self._blocks_option, self._table)
+
+    def _begin_anew(self, binding: Binding) -> None:
+        """Go on with another model: the books and the names of the one before are of no use for it."""
+        self._binding = binding
+        self._ledger = None
+        self._modules.names.clear()
 
     # ------------------------------------------------------------------ a step
 
@@ -253,7 +275,7 @@ class Remat:
         log.info(choice.sentence)
         if choice.policy is not self._policy:
             self._policy = choice.policy
-            binding = self._new_binding()
+            binding = self._new_binding(self._policy)
             if self._binding.final:
                 binding.bind(roots[0])
             self._binding = binding
@@ -297,8 +319,7 @@ class Remat:
         if any(part.expected and part.calls for part in parts):
             return
         if self._steps > 1 and not self._binding.final and any(part.named for part in parts):
-            self._binding = self._new_binding()  # another model than before: meet it in the next step
-            self._ledger = None
+            self._begin_anew(self._new_binding(self._policy))  # another model than before: meet it in the next step
         elif self._steps == 1 and (self._policy.needs_blocks or self._policy.parts):
             warnings.warn(
                 f"policy={self._policy.name!r} works on blocks, and the first step ran none: everything was kept. Name "

@@ -184,10 +184,17 @@ def ours(policy: str, peer: Variant) -> Variant:
     return Variant(name=f"remat {policy}", around=lambda: engine, peer=peer.name)
 
 
-def ours_with_list(peer: Variant) -> Variant:
-    """`Remat` under a function that keeps exactly what the peer's list keeps."""
-    engine = Remat(policy=lambda op: "keep" if op.name in EXPENSIVE_NAMES else "recompute")
-    return Variant(name="remat, same list", around=lambda: engine, peer=peer.name)
+def ours_with_list(peer: Variant, *, borders: bool = True) -> Variant:
+    """`Remat` under a function that keeps exactly what the peer's list keeps.
+
+    The peer also keeps what enters each block, since it is called per block. ``borders`` names the blocks, which makes
+    `Remat` do the same; without them nothing but the list is kept, and replay starts at the bottom of the model.
+    """
+    engine = Remat(
+        policy=lambda op: "keep" if op.name in EXPENSIVE_NAMES else "recompute", blocks=Block if borders else None
+    )
+    name = "remat, same list" if borders else "remat, list alone"
+    return Variant(name=name, around=lambda: engine, peer=peer.name)
 
 
 def check_equal(variants: list[Variant], model: nn.Module, batch: Tensor) -> None:

@@ -45,6 +45,7 @@ def variants() -> list[Variant]:
         ours("sqrt", CHECKPOINT),
         ours("selective", SELECTIVE),
         ours_with_list(SELECTIVE),
+        ours_with_list(SELECTIVE, borders=False),
     ]
 
 

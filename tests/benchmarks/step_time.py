@@ -6,7 +6,9 @@ Two tables. The first: processor time of whole steps of a GPT, where arithmetic 
 block on a tiny model and one thread, where it is Python and dispatch that cost. Before anything is timed, the losses
 and gradients of all variants are compared bit for bit.
 
-In each round every variant runs one step, in an order that rotates; figures are medians over the rounds.
+In each round every variant takes its turn, in an order that rotates; figures are medians over the rounds. A turn is a
+few steps (``--in-a-row``), of which the last counts: training runs the same code step after step, while the first step
+after another variant's finds neither its code nor its data in the processor's caches. ``--in-a-row 1`` measures that.
 """
 
 from __future__ import annotations
@@ -45,20 +47,21 @@ WARM_UP = 3
 
 
 def interleaved(
-    variants: list[Variant], model: nn.Module, batch: Tensor, rounds: int
+    variants: list[Variant], model: nn.Module, batch: Tensor, rounds: int, in_a_row: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """Processor seconds of forward and of backward of each variant, per round."""
+    """Processor seconds of forward and of backward of each variant, per round: of the last of ``in_a_row`` steps."""
     found: dict[str, list[tuple[float, float]]] = {variant.name: [] for variant in variants}
     for turn in track(range(-WARM_UP, rounds), description="rounds", transient=True):
         first = turn % len(variants)
         for variant in variants[first:] + variants[:first]:
-            started = time.process_time()
-            loss = variant.forward(model, batch)
-            middle = time.process_time()
-            loss.backward()
-            del loss  # the end of the graph, and of what a tape has attached to it, is part of the step
-            ended = time.process_time()
-            model.zero_grad()
+            for _ in range(in_a_row):
+                started = time.process_time()
+                loss = variant.forward(model, batch)
+                middle = time.process_time()
+                loss.backward()
+                del loss  # the end of the graph, and of what a tape has attached to it, is part of the step
+                ended = time.process_time()
+                model.zero_grad()
             if turn >= 0:
                 found[variant.name].append((middle - started, ended - middle))
     return found
@@ -82,7 +85,7 @@ def summary(variants: list[Variant], times: dict[str, list[tuple[float, float]]]
     ]
 
 
-def whole_steps(shape: Shape, rounds: int) -> list[dict[str, Any]]:
+def whole_steps(shape: Shape, rounds: int, in_a_row: int) -> list[dict[str, Any]]:
     """Processor time of forward and backward of a GPT."""
     torch.manual_seed(0)
     model, batch = GPT(shape), tokens_for(shape)
@@ -97,10 +100,10 @@ def whole_steps(shape: Shape, rounds: int) -> list[dict[str, Any]]:
         ours_with_list(SELECTIVE),
     ]
     check_equal(variants, model, batch)
-    return summary(variants, interleaved(variants, model, batch, rounds), parts=1)
+    return summary(variants, interleaved(variants, model, batch, rounds, in_a_row), parts=1)
 
 
-def host_time(shape: Shape, rounds: int) -> list[dict[str, Any]]:
+def host_time(shape: Shape, rounds: int, in_a_row: int) -> list[dict[str, Any]]:
     """Host time per block of a stack of tiny blocks, on one thread."""
     torch.manual_seed(0)
     threads = torch.get_num_threads()
@@ -117,7 +120,7 @@ def host_time(shape: Shape, rounds: int) -> list[dict[str, Any]]:
             ours_with_list(SELECTIVE),
         ]
         check_equal(variants, model, batch)
-        return summary(variants, interleaved(variants, model, batch, rounds), parts=shape.blocks)
+        return summary(variants, interleaved(variants, model, batch, rounds, in_a_row), parts=shape.blocks)
     finally:
         torch.set_num_threads(threads)
 
@@ -128,7 +131,7 @@ def table(title: str, shape: Shape, rows: list[dict[str, Any]], *, unit: str, sc
         title=f"{title}: {shape.blocks} blocks, d={shape.width}, T={shape.context}, B={shape.batch}, "
         f"{shape.attention} attention",
         title_justify="left",
-        caption=f"processor time in {unit}, medians of {rows[0]['rounds']} interleaved rounds",
+        caption=f"processor time in {unit}, medians of {rows[0]['rounds']} interleaved rounds, dropout {shape.dropout}",
         caption_justify="left",
     )
     out.add_column("variant", no_wrap=True)
@@ -153,6 +156,8 @@ def main(
     width: Annotated[int, typer.Option(min=8, help="A multiple of 8, the number of heads.")] = 256,
     context: Annotated[int, typer.Option(min=1)] = 256,
     batch: Annotated[int, typer.Option(min=1)] = 4,
+    in_a_row: Annotated[int, typer.Option(min=1, help="Steps in a turn; the last one counts.")] = 3,
+    dropout: Annotated[float, typer.Option(min=0, max=1)] = 0.1,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads within an op, for whole steps; torch's choice by default.")
     ] = None,
@@ -165,12 +170,12 @@ def main(
         torch.set_num_threads(threads)
     console = Console()
 
-    shape = Shape(blocks=blocks, width=width, context=context, batch=batch, attention=attention)
-    step_rows = whole_steps(shape, rounds)
+    shape = Shape(dropout=dropout, blocks=blocks, width=width, context=context, batch=batch, attention=attention)
+    step_rows = whole_steps(shape, rounds, in_a_row)
     console.print(table("Whole steps", shape, step_rows, unit="ms", scale=1e3))
 
-    tiny = Shape(blocks=12, width=64, context=16, batch=2, attention=attention)
-    tiny_rows = host_time(tiny, tiny_rounds)
+    tiny = Shape(dropout=dropout, blocks=12, width=64, context=16, batch=2, attention=attention)
+    tiny_rows = host_time(tiny, tiny_rounds, in_a_row)
     console.print(table("Host time a block, one thread", tiny, tiny_rows, unit="µs", scale=1e6))
 
     if json_file:

@@ -45,10 +45,7 @@ DTYPES = (torch.float32, torch.complex64)
 VARIANTS = ("function", "in place", "in place on a view", "autocast", "twice")
 
 _PINV = "cannot be told from torch.pinverse, which autocast on the CPU leaves in float32; both are computed so"
-EXCEPTIONS: dict[str, str] = {
-    "linalg.pinv autocast": _PINV,
-    "linalg.pinv.hermitian autocast": _PINV,
-}
+EXCEPTIONS: dict[str, str] = {"linalg.pinv autocast": _PINV, "linalg.pinv.hermitian autocast": _PINV}
 """What is not held to equality: op and variant, with the reason. Tested: one that agrees after all fails."""
 
 READS_UNINITIALISED = {
@@ -378,21 +375,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                 console.print("\n  ".join([f"[red]{finding.name}[/red]", *finding.problems[:5]]), soft_wrap=True)
             if options.kept and finding.kept:
                 console.print(f"{finding.name}: kept {dict(finding.kept)}", soft_wrap=True)
-        table.add_row(
-            str(dtype),
-            *(
-                str(n)
-                for n in (
-                    len(findings),
-                    sum(f.passed for f in findings),
-                    sum(f.raising for f in findings),
-                    sum(f.recorded for f in findings),
-                    sum(f.replayed for f in findings),
-                    sum(len(f.failures) + len(f.unrepeatable) for f in findings),
-                    sum(f.excepted.total() for f in findings),
-                )
-            ),
+        counts = (
+            len(findings),
+            sum(f.passed for f in findings),
+            sum(f.raising for f in findings),
+            sum(f.recorded for f in findings),
+            sum(f.replayed for f in findings),
+            sum(len(f.failures) + len(f.unrepeatable) for f in findings),
+            sum(f.excepted.total() for f in findings),
         )
+        table.add_row(str(dtype), *map(str, counts))
         idle = [case for f in findings for case in f.idle]
         if idle:
             console.print(f"nothing to replay in {len(idle)} cases, such as {idle[:5]}", soft_wrap=True)

@@ -443,6 +443,28 @@ def test_backward_on_another_thread() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
+def test_backward_inside_the_step_runs_outside_of_the_tape() -> None:
+    """Neither mode nor hooks are in force there: what backward starts there (a collective) would carry them off."""
+    seen = []
+
+    def look(grad: torch.Tensor) -> None:
+        stack = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+        seen.append((list(stack), torch._C._autograd._top_saved_tensors_default_hooks(False)))
+
+    net = Net()
+    with Remat(policy=recompute_all):
+        h = net.a(X) * 1.5
+        h.register_hook(look)
+        net.b(h.sin()).sum().backward()
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        with Remat(policy="selective"):  # another engine inside
+            h = net.a(X) * 1.5
+            h.register_hook(look)
+            net.b(h.sin()).sum().backward()
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    assert seen == [([], None)] * 2
+
+
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_an_exception_in_mid_step(where: str) -> None:
     """Modes and hooks are unwound, and the next step works."""

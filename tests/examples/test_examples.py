@@ -113,6 +113,7 @@ def test_demo_goes_on_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys
         (["--policy", "every:0"], "every:0"),
         (["--steps", "0"], "--steps"),
         (["--batch", "0"], "--batch"),
+        (["--threads", "0"], "--threads"),
         (["--batch", "99999999"], "--batch"),
         (["--size", "huge"], "small"),
         (["--device", "abacus"], "auto, cpu, cuda, cuda:N"),

@@ -45,7 +45,8 @@ def test_remat_chooses_what_auto_would(package: Any, strategy: Any) -> None:
             given = RematStrategy(base=base)  # an instance for "auto" is one of lightning.pytorch
         chosen = strategy_of(given, package, devices=devices)
         assert isinstance(chosen, RematStrategy)
-        assert type(chosen).__mro__[2] is base is type(strategy_of("auto", package, devices=devices))
+        lightnings = [c for c in type(chosen).__mro__ if c.__module__.startswith(package.__name__)]
+        assert lightnings[0] is base is type(strategy_of("auto", package, devices=devices))
 
 
 @PACKAGES

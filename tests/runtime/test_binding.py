@@ -30,7 +30,22 @@ def test_a_model_bound_later_takes_the_place_of_the_first() -> None:
     assert remat.blocks == ["0", "1", "2"]
     step(remat, net)
     assert remat.ledger is not None
-    assert {line.module for line in remat.ledger.lines.values()} >= {"0.0", "2.2"}
+    assert {line.module for line in remat.ledger.lines.values()} == {
+        "",
+        *(f"{i}.{j}" for i in range(3) for j in range(3)),
+    }
+
+
+def test_a_budget_is_judged_for_each_model() -> None:
+    """The first step of each is a lean one, and is looked at to see whether there is room for more."""
+    remat = Remat(budget="1GiB")
+    for depth in (2, 3):
+        net = model(depth)
+        remat.bind(net)
+        assert remat.policy == "full"
+        step(remat, net)
+        step(remat, net)
+        assert remat.policy == "selective"
 
 
 def test_the_same_model_may_be_bound_again() -> None:

@@ -1,0 +1,76 @@
+"""What users are shown."""
+
+import io
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from lightning_remat import Remat, print_kept
+from lightning_remat.reporting.kept import kept_by
+from lightning_remat.reporting.report import rows_of
+
+X = torch.ones(16, 8)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for b in self.blocks:
+            x = x + b(x)
+        return x
+
+
+def text_of(table: object, width: int = 110) -> str:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(table)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_report_adds_up() -> None:
+    """Bytes by hand: three blocks, float32, 16 rows; border 8 wide, inside 32 wide, twice."""
+    remat = Remat(policy="full")
+    with remat:
+        loss = Model()(X).sum()
+    loss.backward()
+    rows = rows_of(remat.blocks, remat.ledger)
+    assert rows["blocks.*.1", "cheap"].dropped_bytes == 3 * 16 * 32 * 4
+    assert rows["blocks.*.0", "expensive"].dropped_bytes == 3 * 16 * 32 * 4
+    assert rows["blocks.*.1", "cheap"].replayed_ops == 3
+    assert rows["blocks.*.0", "expensive"].replayed_ops == 3
+    assert sum(row.replayed_ops for row in rows.values()) == remat.stats.replayed_ops
+    text = text_of(remat.report())
+    assert "policy full, 3 blocks: blocks.0" in text
+    assert "6.0 KiB" in text
+
+
+def test_the_report_before_the_first_step() -> None:
+    """An empty table, not an error."""
+    assert "policy selective" in text_of(Remat().report())
+
+
+def test_what_autograd_keeps() -> None:
+    """Sizes, shapes, modules and ops, largest first, each storage once."""
+    saved = kept_by(Model(), X)
+    assert [s.nbytes for s in saved] == sorted((s.nbytes for s in saved), reverse=True)
+    inner = [(s.module, s.op, s.shape) for s in saved if s.nbytes == 16 * 32 * 4]
+    assert inner == [
+        (f"blocks.{i}.{j}", op, (16, 32))
+        for i in range(3)
+        for j, op in ((0, "aten.addmm.default"), (1, "aten.gelu.default"))
+    ]
+    console = Console(file=io.StringIO(), width=100, color_system=None)
+    print_kept(Model(), X, rows=2, console=console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "smaller activations" in text
+    assert "parameters, buffers and inputs" in text
+
+
+def test_print_kept_leaves_no_gradient_and_no_hook() -> None:
+    model = Model()
+    print_kept(model, X, console=Console(file=io.StringIO()))
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

@@ -1,0 +1,146 @@
+"""Remat in a plain loop: meeting the model, budgets, warnings."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_remat import ConfigurationError, Remat
+from lightning_remat.runtime.sizes import format_bytes, parse_budget
+
+X = torch.linspace(-1, 1, 512).reshape(64, 8)
+
+
+def block() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+
+
+class Model(nn.Module):
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for b in self.blocks:
+            x = x + b(x)
+        return x
+
+
+def step(remat: Remat, model: nn.Module) -> None:
+    with remat:
+        loss = model(X).square().sum()
+    loss.backward()
+
+
+def test_the_model_is_met_in_the_first_step() -> None:
+    """Nobody handed it over; its blocks are watched at once."""
+    remat = Remat(policy="full")
+    assert remat.blocks == []
+    step(remat, Model())
+    assert remat.blocks == ["blocks.0", "blocks.1", "blocks.2"]
+    assert remat.stats.replayed_ops > 0
+
+
+def test_blocks_that_a_loop_calls_one_by_one() -> None:
+    """No module is around them: each is a root, and a block."""
+    model = Model()
+    remat = Remat(policy="full")
+    for _ in range(2):
+        with remat:
+            x = X
+            for b in model.blocks:
+                x = b(x)
+            loss = x.sum()
+        loss.backward()
+        assert remat.stats.replayed_ops > 0
+    assert len(remat.blocks) == 3
+
+
+def test_another_model_is_met_as_well() -> None:
+    """One engine, two models one after the other."""
+    remat = Remat(policy="full")
+    step(remat, Model(2))
+    step(remat, Model(4))  # seen to be another
+    second = Model(4)
+    step(remat, second)
+    step(remat, second)
+    assert remat.blocks == [f"blocks.{i}" for i in range(4)]
+    assert remat.stats.replayed_ops > 0
+
+
+def test_a_step_without_blocks_says_so() -> None:
+    """Under a policy that works on blocks."""
+    weight = nn.Parameter(torch.ones(8))
+    remat = Remat(policy="full")
+    with pytest.warns(UserWarning, match="ran none.*blocks=.*selective"), remat:
+        (X * weight).sin().sum().backward()
+
+
+@pytest.mark.parametrize("budget", [0, -1, "0", "zero", "10 apples", "0%", "101%", 1.5, True, "", [1]], ids=str)
+def test_a_budget_that_is_no_size_is_refused(budget: object) -> None:
+    with pytest.raises(ConfigurationError, match=r"^budget=.*(give bytes|a share of the device)"):
+        Remat(budget=budget)  # type: ignore[arg-type]
+
+
+def test_sizes() -> None:
+    assert parse_budget("1KiB") == 1024
+    assert parse_budget("1.5 GB") == 1_500_000_000
+    assert parse_budget(7) == 7
+    assert parse_budget("7") == 7
+    assert parse_budget("80%") == 0.8
+    assert parse_budget(None) is None
+    assert format_bytes(1536) == "1.5 KiB"
+    assert format_bytes(12) == "12 B"
+
+
+@pytest.mark.parametrize("policy", ["full", "none", "selective"])
+def test_a_budget_and_a_policy_contradict_each_other(policy: str) -> None:
+    with pytest.raises(ConfigurationError, match="contradict"):
+        Remat(policy=policy, budget="1GiB")
+
+
+def test_offload_is_refused_until_it_exists() -> None:
+    with pytest.raises(ConfigurationError, match="offload='cpu' is not available yet"):
+        Remat(offload="cpu")
+
+
+def test_verify_is_a_switch() -> None:
+    with pytest.raises(ConfigurationError, match="verify='yes'"):
+        Remat(verify="yes")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("budget", "expected"), [("1GiB", "selective"), ("10KiB", "full"), ("100%", "selective")])
+def test_auto_takes_what_the_budget_has_room_for(budget: str, expected: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The first step is lean; then selective if that fits, and it says so."""
+    remat = Remat(budget=budget)
+    model = Model()
+    assert remat.policy == "full"
+    with caplog.at_level(logging.INFO, logger="lightning_remat"):
+        for _ in range(3):
+            step(remat, model)
+    assert remat.policy == expected
+    assert len(remat.blocks) == 3
+    assert [expected in message for message in caplog.messages] == [True]
+
+
+def test_auto_without_a_budget(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="lightning_remat"):
+        remat = Remat()
+    assert remat.policy == "selective"
+    assert "selective" in caplog.text
+
+
+def test_the_model_is_not_touched() -> None:
+    """No attribute, hook or key is left after a step, also after one that failed."""
+    model = Model()
+    before = {name: {k: repr(v) for k, v in vars(m).items()} for name, m in model.named_modules()}
+    keys = list(model.state_dict())
+    remat = Remat(policy="full")
+    step(remat, model)
+    with pytest.raises(RuntimeError, match="shapes"), remat:
+        model(X[:, :3])
+    step(remat, model)
+    model.zero_grad()
+    assert {name: {k: repr(v) for k, v in vars(m).items()} for name, m in model.named_modules()} == before
+    assert list(model.state_dict()) == keys

@@ -1,0 +1,38 @@
+"""The public names and their options. A change here is a change for users: it belongs into the changelog."""
+
+import inspect
+
+import lightning_remat
+from lightning_remat import OpInfo, Remat, RematCallback, RematStrategy
+
+
+def test_public_names() -> None:
+    """What `import lightning_remat` offers."""
+    assert lightning_remat.__all__ == [
+        "ConfigurationError",
+        "OpInfo",
+        "Remat",
+        "RematCallback",
+        "RematError",
+        "RematStrategy",
+        "ReplayError",
+        "StepStats",
+        "print_kept",
+    ]
+    assert all(getattr(lightning_remat, name).__doc__ for name in lightning_remat.__all__)
+
+
+def test_options() -> None:
+    """The three ways in take the same options."""
+    options = {"policy": "auto", "budget": None, "blocks": None, "offload": None, "verify": False}
+    parameters = inspect.signature(Remat).parameters
+    assert {name: p.default for name, p in parameters.items()} == options
+    strategy = inspect.signature(RematStrategy.__init__).parameters
+    assert {name: strategy[name].default for name in options} == options
+    assert strategy["base"].default == "auto"
+    assert RematCallback(**options).remat.policy == "selective"
+
+
+def test_what_a_function_over_ops_is_told() -> None:
+    """The fields of OpInfo."""
+    assert list(OpInfo.__dataclass_fields__) == ["name", "module", "block", "bytes", "kind"]

@@ -139,6 +139,11 @@ def parse_policy(policy: object) -> Policy:
         for pattern in policy:
             if not isinstance(pattern, str) or not pattern:
                 raise ConfigurationError(f"policy: module name patterns are non-empty strings, got {pattern!r}.")
+            if isinstance(policy[pattern], str) and policy[pattern] == "auto":
+                raise ConfigurationError(
+                    f"policy: {pattern!r} is given 'auto', which chooses for a whole model; name one of "
+                    f"{', '.join(_NAMES[1:])}."
+                )
         parts = tuple((pattern, parse_policy(part)) for pattern, part in policy.items())
         if any(part.parts for _, part in parts):
             raise ConfigurationError("policy: a mapping inside a mapping; give each pattern a policy of its own.")
@@ -156,7 +161,7 @@ def _parse_name(name: str) -> Policy:
         return NAMED[name]
     if name.startswith("every:"):
         count = name.removeprefix("every:")
-        if not count.isdecimal() or int(count) < 1:
+        if not (count.isascii() and count.isdecimal()) or int(count) < 1:
             raise ConfigurationError(
                 f"policy={name!r}: k must be a whole number of blocks, 1 or more; 'every:1' is 'full', and 'none' "
                 "keeps everything."

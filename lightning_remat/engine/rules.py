@@ -207,9 +207,8 @@ def _make_rule(func: Any) -> Rule:
         if dropout is None:
             kind = "random"
     moves = torch.Tag.inplace_view in func.tags and base not in _FIXED
-    inner = form != "view" and (
-        base in _INNER or base.startswith(_EXPENSIVE_STEMS) or (form == "write" and not _counts(func))
-    )
+    inner = form != "view" and (base in _INNER or base.startswith(_EXPENSIVE_STEMS))
+    inner = inner or (form == "write" and not _counts(func))
     return Rule(
         name=name,
         form=form,

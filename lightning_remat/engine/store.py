@@ -36,6 +36,7 @@ _CONSTANTS = frozenset(
 )
 _detach = torch._C.TensorBase.detach
 _set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _ONLY_HERE = 2  # references to a value that only a local variable and getrefcount's argument refer to
 VERSIONED = torch._C.DispatchKey.ADInplaceOrView
 
@@ -210,10 +211,9 @@ class Store:
             return
         value = self.dropped.pop(weakref(storage), None)
         if value is not None:
-            alias = _detach(tensor)
-            value.tensor = alias
-            value.geometry = geometry_of(alias)
-            value.version = alias._version
+            value.tensor = there = alias(tensor)
+            value.geometry = geometry_of(there)
+            value.version = there._version
             value.anchor = id(storage)
             value.op = None
             self.leaves[weakref(storage, self._forget_leaf)] = weakref(value)
@@ -227,8 +227,9 @@ def alias(tensor: Tensor) -> Tensor:
     Inside ``__torch_dispatch__`` the key that makes aliases share it is excluded, and a plain ``detach`` would start a
     counter of its own: a write after the step would go unseen.
     """
+    before = _is_excluded(VERSIONED)
     _set_excluded(VERSIONED, False)
     try:
         return _detach(tensor)
     finally:
-        _set_excluded(VERSIONED, True)
+        _set_excluded(VERSIONED, before)

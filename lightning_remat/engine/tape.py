@@ -38,7 +38,7 @@ from lightning_remat.engine.generators import NoGenerator, RecordedState
 from lightning_remat.engine.plain import call_as_plain
 from lightning_remat.engine.replay import Clock, restore
 from lightning_remat.engine.rules import Rule, rule_for
-from lightning_remat.engine.store import Unrecordable
+from lightning_remat.engine.store import Unrecordable, alias
 from lightning_remat.engine.values import (
     PACKED,
     SPLIT,
@@ -222,7 +222,12 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             return (tensor, None)
         value = self.dropped.get(key)
         if value is None:
-            packed: Any = (tensor, tensor._version)
+            version = tensor._version
+            if version and tensor.grad_fn is not None:
+                # An in-place op saves its result as it is: held by its own node, it would never be freed.
+                with torch._C._DisableTorchDispatch():
+                    tensor = alias(tensor)
+            packed: Any = (tensor, version)
         else:
             value.flags |= PACKED
             if self.bits:

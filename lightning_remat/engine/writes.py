@@ -17,8 +17,7 @@ from lightning_remat.engine.values import PACKED, SPLIT, STALE, Blank, Op, Value
 
 _STRIDED = torch.strided
 _grad_enabled = torch.is_grad_enabled
-
-_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 
 
 class Writes(Store):
@@ -88,7 +87,7 @@ class Writes(Store):
         old: Value | None,
     ) -> Op | None:
         """The op as it is to be recorded, its references taken while the old content is still current; else None."""
-        lazy = self.bits and (target.is_conj() or target.is_neg())  # what is written is not what the op was given
+        lazy = target.is_conj() or target.is_neg()  # what is stored is not what the op was given
         fills = rule.fills and not lazy and target.numel() * target.element_size() == storage.nbytes()
         if old is None and not fills:
             return None  # the rest of the storage may have been written by code that we do not see
@@ -116,7 +115,7 @@ class Writes(Store):
         try:
             out = func._op(*args, **kwargs) if kwargs else func._op(*args)
         except BaseException:
-            self.dropped.pop(key, None)  # it may have written a part (an index out of range): what is there is a leaf
+            self.dropped.pop(key, None)  # it may have written a part before it raised
             raise
         if old is not None:
             _mark_stale(old)
@@ -149,8 +148,11 @@ class Writes(Store):
         key = weakref(target.untyped_storage()) if target.layout is torch.strided else None
         value = self.dropped.get(key)
         if value is not None:
+            if not value.flags & PACKED:
+                return func(*args, **kwargs)
+            # What is saved from now on is as good as any: it must not be this value, so that is kept.
             _mark_stale(value)
-            return func(*args, **kwargs)
+            self.keep(target)
         parameter = self.parameters.get(id(target.untyped_storage())) if key is not None else None
         found = self.leaves.get(key)
         leaf: Value | None = parameter[0] if parameter is not None else found() if found is not None else None
@@ -168,16 +170,10 @@ def recorded_state(rule: Rule, args: Any, kwargs: dict[str, Any]) -> RecordedSta
     return state_before(args, kwargs)
 
 
-def _mark_stale(value: Value) -> None:
-    """Autograd's references to a value that has been overwritten are refused from now on, as in plain PyTorch."""
-    if value.flags & PACKED and not value.flags & SPLIT:
-        value.flags |= STALE
-
-
 def _counts_with(tensor: Tensor, other: Tensor | None) -> bool:
     """Whether autograd will count a change of ``tensor``, and ``other`` shows that count: there is no way to ask."""
     with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
-        if _excluded(VERSIONED):
+        if _is_excluded(VERSIONED):
             return False
     if other is None or tensor.is_inference():
         return False
@@ -186,3 +182,9 @@ def _counts_with(tensor: Tensor, other: Tensor | None) -> bool:
     shared = other._version != version
     torch._C._autograd._unsafe_set_version_counter((tensor,), (before,))
     return shared
+
+
+def _mark_stale(value: Value) -> None:
+    """Autograd's references to a value that has been overwritten are refused from now on, as in plain PyTorch."""
+    if value.flags & PACKED and not value.flags & SPLIT:
+        value.flags |= STALE

@@ -113,6 +113,11 @@ class Remat:
             )
         # With a budget the first step takes the lean policy, and is looked at to see whether there is room for more.
         self._policy = (FULL if self._budget is not None else SELECTIVE) if self._auto else parse_policy(policy)
+        if self._policy.parts and blocks is not None:
+            raise ConfigurationError(
+                f"blocks={blocks!r} and a mapping as policy= contradict each other: the mapping's patterns are the "
+                "blocks. Leave blocks= out, or give one policy for the blocks that you name."
+            )
         if self._policy.ask is not None and blocks is not None:
             # Naming blocks asks for their borders; without them a function over ops decides about everything.
             self._policy = replace(self._policy, segment=1)

@@ -39,6 +39,8 @@ def parse_budget(budget: object) -> int | float | None:
                 raise ConfigurationError(f"budget={budget!r}: a share of the device is above 0% and at most 100%.")
             return share
         size = float(match[1]) * _UNITS[match[2].lower()]
+        if size == float("inf"):
+            raise ConfigurationError(f"budget={budget!r} is more than can be counted; {accepted}.")
     if size < 1:
         raise ConfigurationError(f"budget={budget!r}: a step needs more than no memory; {accepted}.")
     return int(size)

@@ -255,3 +255,16 @@ def test_write_through_a_lazy_bit() -> None:
         return (first.abs() + second.angle().sin() + (third * second).abs()).sum()
 
     assert_exact(Net(), step)
+
+
+def test_an_in_place_op_that_fails_half_way() -> None:
+    """An index that is out of range after one that is not: what has been written stays, and the user goes on."""
+
+    def step(net: Net) -> torch.Tensor:
+        h = net.a(X) * 2
+        before = (h + 1).sin()
+        with pytest.raises(IndexError):
+            h.index_put_((torch.tensor([1, 9]),), torch.tensor(0.3), accumulate=True)
+        return net.b(before * (h * 2).cos()).sin().sum()
+
+    assert_exact(Net(), step)

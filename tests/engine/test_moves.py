@@ -99,3 +99,26 @@ def test_moving_what_autograd_has_saved_is_refused_as_in_plain_pytorch(inside: b
     if not inside:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_what_is_saved_after_the_move_is_not_to_blame(name: str) -> None:
+    """Saved, moved, saved again: plain PyTorch refuses the first use only, and here nobody asks for its gradient."""
+
+    def gradient() -> Tensor:
+        x = torch.arange(12.0).reshape(4, 3).requires_grad_()
+        t = x * 0.5
+        unused = t.sin()
+        moved = MOVES[name](t)
+        loss = (moved * moved.cos() * x.sum()).sum()
+        loss.backward()
+        assert unused.requires_grad
+        assert x.grad is not None
+        return x.grad
+
+    plain = gradient()
+    remat = Remat(policy=recompute)
+    for _ in range(2):
+        with remat:
+            again = gradient()
+        assert same_bits(again, plain)

@@ -69,6 +69,10 @@ OPTION_ERRORS: dict[str, dict[str, Any]] = {
     "empty mapping": {"policy": {}},
     "blocks that name nothing": {"blocks": []},
     "verify is not a switch": {"verify": "yes"},
+    "a number in other digits": {"policy": "every:٣"},
+    "auto inside a mapping": {"policy": {"layers.*": "auto"}},
+    "a budget beyond counting": {"budget": "9" * 400 + "GB"},
+    "blocks beside a mapping": {"blocks": "layers.*", "policy": {"layers.*": "full"}},
 }
 
 

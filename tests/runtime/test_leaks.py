@@ -278,3 +278,44 @@ def test_a_replayed_value_dies_when_its_block_is_through_backward() -> None:
     assert len(seen) == 2
     assert before - seen[0] < boundary
     assert seen[0] - seen[1] == boundary
+
+
+class Doubled(torch.autograd.Function):
+    """Changes its input and saves it: what is saved is the output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        x.mul_(2)
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * gradient + 0 * x
+
+
+IN_PLACE: dict[str, Callable[[Tensor], Any]] = {
+    "relu_": lambda h: h.relu_(),
+    "view": lambda h: h.view(-1).exp_(),
+    "slice": lambda h: h[:2].sigmoid_(),
+    "foreach": lambda h: torch._foreach_exp_([h]),
+    "function": Doubled.apply,
+}
+
+
+@pytest.mark.parametrize("policy", ["selective", recompute_all, lambda op: "keep"], ids=["selective", "all", "keep"])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_the_result_of_an_in_place_op_dies_without_backward(name: str, policy: Any) -> None:
+    """Such an op saves its result itself, with its history: held by its own node it would keep itself alive."""
+    weight = torch.eye(4, requires_grad=True)
+    remat = Remat(policy=policy)
+    with no_collector():
+        for _ in range(3):
+            with remat:
+                hidden = weight @ weight
+                storage = StorageWeakRef(hidden.untyped_storage())
+                IN_PLACE[name](hidden)
+            del hidden
+            assert storage.expired()

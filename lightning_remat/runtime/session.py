@@ -13,9 +13,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from lightning_remat.engine import (
+    generators,
+    ledger,
+    plain,
+    regions,
+    replay,
+    rules,
+    store,
+    tape,
+    transforms,
+    values,
+    verify,
+    writes,
+)
 from lightning_remat.engine.actions import ActionTable
 from lightning_remat.engine.blocks import check_blocks_option
 from lightning_remat.engine.ledger import Ledger, LedgerTape, ModuleStack
+from lightning_remat.engine.opaque import hide_from_compiler
 from lightning_remat.engine.plain import backward_outside
 from lightning_remat.engine.policies import (
     FULL,
@@ -41,6 +56,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 log = logging.getLogger("lightning_remat")
+
+hide_from_compiler(generators, ledger, plain, regions, replay, rules, store, tape, transforms, values, verify, writes)
 
 
 @dataclass(frozen=True)

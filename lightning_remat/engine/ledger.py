@@ -14,14 +14,13 @@ from weakref import ref as weakref
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
-from torch.nn.modules import module as module_hooks
 
 from lightning_remat.engine.replay import Clock
 from lightning_remat.engine.rules import rule_for
 from lightning_remat.engine.store import forgetter
 from lightning_remat.engine.tape import Tape
 from lightning_remat.engine.values import PACKED, Op, Value
+from lightning_remat.engine.watch import ModuleCalls
 
 OUTSIDE = "input, parameter or buffer"
 """Stands for the op that made a tensor where the step did not make it."""
@@ -59,6 +58,7 @@ class ModuleStack:
     def __init__(self) -> None:
         self.names: dict[int, str] = {}
         self.stack: list[str] = []
+        self._calls = ModuleCalls(self._enter, self._leave)
 
     def name(self, root: nn.Module) -> None:
         """Learn the names of a root's submodules; several roots are told apart by their class."""
@@ -74,28 +74,20 @@ class ModuleStack:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Follow every module call."""
-
-        def enter(module: nn.Module, args: Any) -> None:
-            if is_compiling():
-                return
-            if id(module) not in self.names:
-                self.name(module)
-            self.stack.append(self.names[id(module)])
-
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            if not is_compiling() and self.stack:
-                self.stack.pop()
-
-        handles = [
-            module_hooks.register_module_forward_pre_hook(enter),
-            module_hooks.register_module_forward_hook(leave, always_call=True),
-        ]
         try:
-            yield
+            with self._calls.watching():
+                yield
         finally:
-            for handle in handles:
-                handle.remove()
             self.stack.clear()
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if id(module) not in self.names:
+            self.name(module)
+        self.stack.append(self.names[id(module)])
+
+    def _leave(self) -> None:
+        if self.stack:
+            self.stack.pop()
 
 
 class Ledger:

@@ -22,7 +22,8 @@ class Binding:
     Attributes:
         roots: the models met so far.
         regions: what holds where, to be installed for each step.
-        final: the model was given beforehand, so nothing is to be discovered.
+        bound: the model was given beforehand.
+        final: nothing is to be discovered any more.
     """
 
     def __init__(self, policy: Policy, blocks: object, table: Callable[[Policy], ActionTable]) -> None:
@@ -30,7 +31,7 @@ class Binding:
         self.blocks = blocks
         self.table = table
         self.roots: list[nn.Module] = []
-        self.final = False
+        self.bound = self.final = False
         parts = [] if policy.parts else [self._part(policy, [])]
         outside = policy if policy.everywhere and not policy.parts else KEEP_ALL
         self.regions = Regions(parts, table(outside))
@@ -57,7 +58,7 @@ class Binding:
                 f"use policy='selective', which needs none; {there(root)}"
             )
         self.roots = [root]
-        self.final = True
+        self.bound = self.final = True
         self.regions = Regions(parts, self.regions.outside)
 
     def met(self, root: nn.Module) -> list[tuple[Part, Named]]:

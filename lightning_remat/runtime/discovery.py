@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
-from torch.compiler import is_compiling
-from torch.nn.modules import module as module_hooks
 
 from lightning_remat.engine.regions import Part, Regions
+from lightning_remat.engine.watch import ModuleCalls
 
 Named = list[tuple[str, nn.Module]]
 
@@ -22,23 +21,13 @@ class Discovery:
         self.regions = regions
         self.met = met
         self.depth = 0
+        self.calls = ModuleCalls(self._enter, self._leave)
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> AbstractContextManager[None]:
         """Look for roots while this is open."""
-        handles = [
-            module_hooks.register_module_forward_pre_hook(self._enter),
-            module_hooks.register_module_forward_hook(self._leave, always_call=True),
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        return self.calls.watching()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if is_compiling():
-            return
         self.depth += 1
         if self.depth > 1:
             return
@@ -49,6 +38,5 @@ class Discovery:
                     # Its own hooks were collected before ours came; open the region by hand this once.
                     self.regions.enter(part, module, args, {})
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not is_compiling():
-            self.depth = max(0, self.depth - 1)
+    def _leave(self) -> None:
+        self.depth = max(0, self.depth - 1)

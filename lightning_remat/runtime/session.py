@@ -273,7 +273,7 @@ class Remat:
         tape.decide = self._decide
         stack.callback(regions.remove)
         regions.install(tape)
-        if not self._binding.final and not any(part.named for part in regions.parts):
+        if not self._binding.final:
             stack.enter_context(Discovery(regions, self._binding.met).watching())
         if isinstance(tape, LedgerTape) or self._needs_modules:
             stack.enter_context(self._modules.watching())
@@ -293,7 +293,7 @@ class Remat:
         if choice.policy is not self._policy:
             self._policy = choice.policy
             binding = self._new_binding(self._policy)
-            if self._binding.final:
+            if self._binding.bound:
                 binding.bind(roots[0])
             self._binding = binding
             self._ledger = None
@@ -332,10 +332,11 @@ class Remat:
                 self._ledger = None  # half a step is no report
             return
         self._steps += 1
+        self._binding.final = True  # whatever there was to meet has been met
         parts = self._binding.regions.parts
         if any(part.expected and part.calls for part in parts):
             return
-        if self._steps > 1 and not self._binding.final and any(part.named for part in parts):
+        if self._steps > 1 and not self._binding.bound and any(part.named for part in parts):
             self._begin_anew(self._new_binding(self._policy))  # another model than before: meet it in the next step
         elif self._steps == 1 and (self._policy.needs_blocks or self._policy.parts):
             warnings.warn(

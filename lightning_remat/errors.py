@@ -22,7 +22,7 @@ class ReplayError(RematError, RuntimeError):
 
 MODIFIED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor saved "
-    "for backward was written to after it was saved. Without lightning-remat PyTorch raises the same error here; "
-    "clone the tensor before it is changed, or use the out-of-place form of the operation."
+    "for backward was written to after it was saved. PyTorch raises the same error for such a write, unless it goes "
+    "through .data; clone the tensor before it is changed, or use the out-of-place form of the operation."
 )
 """Text of the error that plain PyTorch raises too; its first words are PyTorch's, so that existing handlers match."""

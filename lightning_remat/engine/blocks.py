@@ -123,6 +123,8 @@ def select_blocks(root: nn.Module, wanted: object) -> Named:
     chosen: dict[int, tuple[str, nn.Module]] = {}
     for entry in entries:
         hits = [(name, module) for name, module in root.named_modules() if name and _selects(entry, name, module)]
+        if not hits and _selects(entry, "", root):
+            hits = [(type(root).__name__, root)]  # a loop that calls its blocks one by one
         if not hits:
             raise ConfigurationError(f"blocks={entry!r} matches no submodule of {type(root).__name__}; {there(root)}")
         chosen.update({id(module): (name, module) for name, module in hits})
@@ -151,7 +153,7 @@ def check_blocks_option(wanted: object) -> None:
 
 def _selects(entry: object, name: str, module: nn.Module) -> bool:
     if isinstance(entry, str):
-        return matches(entry, name)
+        return bool(name) and matches(entry, name)
     if isinstance(entry, type):
         return isinstance(module, entry)
     return module is entry

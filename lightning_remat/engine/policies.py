@@ -114,10 +114,10 @@ FULL = Policy("full", everywhere=False)
 """Keeps what enters a block; right when memory is short and a third more compute is acceptable."""
 
 SQRT = Policy("sqrt", everywhere=False, segment="sqrt")
-"""Keeps about sqrt(N) block borders; right for deep, narrow models whose block inputs are themselves too much."""
+"""Keeps about sqrt(N) block borders; right where the block inputs are most of what full keeps; else full is better."""
 
 SELECTIVE = Policy("selective", keeps=frozenset({"expensive"}))
-"""Keeps matrix products, convolutions and attention; right nearly always: most of the saving for a few percent."""
+"""Keeps matrix products, convolutions and attention; right where time counts: part of the saving for little time."""
 
 NAMED = {policy.name: policy for policy in (NONE, FULL, SQRT, SELECTIVE)}
 _NAMES = ("auto", *NAMED, "every:k")

@@ -20,7 +20,11 @@ class RematCallback(Callback):
     length of ``fit``.
 
     Args:
-        **options: see :class:`~lightning_remat.Remat`.
+        policy: see :class:`~lightning_remat.Remat`, as for the others.
+        budget: for ``policy="auto"``.
+        blocks: what the model's blocks are.
+        offload: not available yet.
+        verify: compare what is computed again with what was there.
 
     Raises:
         ConfigurationError: an option that cannot work, a strategy that recomputes already, or one of Lightning's that
@@ -33,8 +37,16 @@ class RematCallback(Callback):
         >>> trainer = Trainer(strategy=SingleDeviceStrategy("cpu"), callbacks=[callback], logger=False)
     """
 
-    def __init__(self, **options: Any) -> None:
-        self.remat = Remat(**options)
+    def __init__(
+        self,
+        *,
+        policy: Any = "auto",
+        budget: int | str | None = None,
+        blocks: Any = None,
+        offload: str | None = None,
+        verify: bool = False,
+    ) -> None:
+        self.remat = Remat(policy, budget=budget, blocks=blocks, offload=offload, verify=verify)
         self._strategy: Any = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:

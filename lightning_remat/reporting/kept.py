@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -29,6 +30,7 @@ def kept_by(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Sav
         stack.callback(tape.clear)
         stack.enter_context(ledger.modules.watching())
         stack.enter_context(tape.hooks)
+        stack.enter_context(torch.enable_grad())
         stack.enter_context(tape)
         function(*args, **kwargs)
     ledger.close()
@@ -54,16 +56,16 @@ def print_kept(
         >>> import torch
         >>> from rich.console import Console
         >>> block = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))
-        >>> console = Console(width=76, color_system=None)
+        >>> console = Console(width=80, color_system=None)
         >>> print_kept(block, torch.ones(8, 16), console=console)  # doctest: +NORMALIZE_WHITESPACE
           Kept for backward: 4.0 KiB of activations, 4.5 KiB of other tensors
-        ┏━━━━━━━━━┳━━━━━━━┳━━━━━━━━━┳━━━━━━━━┳━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━┓
-        ┃   bytes ┃ shape ┃ dtype   ┃ module ┃ made by                        ┃
-        ┡━━━━━━━━━╇━━━━━━━╇━━━━━━━━━╇━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━┩
-        │ 2.0 KiB │ 8x64  │ float32 │ 0      │ aten.addmm.default             │
-        │ 2.0 KiB │ 8x64  │ float32 │ 1      │ aten.gelu.default              │
-        │ 4.5 KiB │ 2     │         │        │ parameters, buffers and inputs │
-        └─────────┴───────┴─────────┴────────┴────────────────────────────────┘
+        ┏━━━━━━━━━┳━━━━━━━━━━━┳━━━━━━━━━┳━━━━━━━━┳━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━┓
+        ┃   bytes ┃ shape     ┃ dtype   ┃ module ┃ made by                        ┃
+        ┡━━━━━━━━━╇━━━━━━━━━━━╇━━━━━━━━━╇━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━┩
+        │ 2.0 KiB │ 8x64      │ float32 │ 0      │ aten.addmm.default             │
+        │ 2.0 KiB │ 8x64      │ float32 │ 1      │ aten.gelu.default              │
+        │ 4.5 KiB │ 2 tensors │         │        │ parameters, buffers and inputs │
+        └─────────┴───────────┴─────────┴────────┴────────────────────────────────┘
     """
     saved = kept_by(function, *args, **kwargs)
     activations = [s for s in saved if s.op != OUTSIDE]
@@ -77,7 +79,7 @@ def print_kept(
         table.add_row(format_bytes(s.nbytes), shape, str(s.dtype).removeprefix("torch."), s.module, s.op)
     for label, rest in (("smaller activations", activations[rows:]), ("parameters, buffers and inputs", others)):
         if rest:
-            table.add_row(_total(rest), str(len(rest)), "", "", label)
+            table.add_row(_total(rest), f"{len(rest)} tensors", "", "", label)
     (console or Console()).print(table)
 
 

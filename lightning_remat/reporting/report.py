@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from collections import defaultdict
 from dataclasses import dataclass
 
+from rich.console import Console
 from rich.table import Table
 
 from lightning_remat.engine.ledger import Ledger
@@ -34,11 +36,21 @@ def rows_of(blocks: list[str], ledger: Ledger | None) -> dict[tuple[str, str], R
     return rows
 
 
-def report_table(title: str, blocks: list[str], ledger: Ledger | None) -> Table:
+class Report(Table):
+    """A ``rich`` table that can be printed plainly as well."""
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=110, color_system=None)
+        console.print(self)
+        return str(console.file.getvalue())  # type: ignore[attr-defined]
+
+
+def report_table(title: str, blocks: list[str], ledger: Ledger | None) -> Report:
     """See :meth:`lightning_remat.Remat.report`."""
-    table = Table(title=title)
-    table.add_column("module")
-    table.add_column("ops")
+    caption = "the first step, its warm-up included" if ledger is not None else "no step yet"
+    table = Report(title=title, caption=caption, title_justify="left", caption_justify="left")
+    table.add_column("module", overflow="fold")
+    table.add_column("ops", no_wrap=True)
     for name in ("kept", "dropped", "replayed ops", "replay ms"):
         table.add_column(name, justify="right")
     total = Row()

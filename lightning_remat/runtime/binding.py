@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import nn
 
 from lightning_remat.engine.actions import ActionTable
-from lightning_remat.engine.blocks import find_blocks, find_units, is_compiled, select_blocks, there
+from lightning_remat.engine.blocks import find_blocks, find_units, is_compiled, outermost, select_blocks, there
 from lightning_remat.engine.policies import KEEP_ALL, Policy, matches
 from lightning_remat.engine.regions import Part, Regions
 from lightning_remat.errors import ConfigurationError
@@ -22,6 +22,7 @@ class Binding:
     Attributes:
         roots: the models met so far.
         regions: what holds where, to be installed for each step.
+        problem: why a root that a step came upon does not fit the patterns; another one may.
         bound: the model was given beforehand.
         final: nothing is to be discovered any more.
     """
@@ -32,6 +33,7 @@ class Binding:
         self.table = table
         self.roots: list[nn.Module] = []
         self.bound = self.final = False
+        self.problem: ConfigurationError | None = None
         parts = [] if policy.parts else [self._part(policy, [])]
         outside = policy if policy.everywhere and not policy.parts else KEEP_ALL
         self.regions = Regions(parts, table(outside))
@@ -74,14 +76,16 @@ class Binding:
         if self.policy.parts:
             try:
                 parts = self._mapped(root)
-            except ConfigurationError:
-                return []  # another root may have what this one lacks; judged when the step is over
+            except ConfigurationError as error:
+                self.problem = error  # another root may have what this one lacks; judged when the step is over
+                return []
             self.regions.parts += parts
             return [(part, part.named) for part in parts]
         if self.blocks is not None:
             try:
                 named = select_blocks(root, self.blocks)
-            except ConfigurationError:
+            except ConfigurationError as error:
+                self.problem = error
                 return []
         else:
             named = find_blocks(root)
@@ -101,6 +105,7 @@ class Binding:
             if pattern is not None:
                 chosen[pattern].append((name, module))
         for pattern, named in chosen.items():
+            chosen[pattern] = outermost(named)
             if not named:
                 raise ConfigurationError(
                     f"policy: the pattern {pattern!r} matches no submodule of {type(root).__name__} that an earlier "

@@ -53,7 +53,7 @@ from lightning_remat.runtime.discovery import Discovery
 from lightning_remat.runtime.sizes import parse_budget
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from lightning_remat.reporting.report import Report
 
 log = logging.getLogger("lightning_remat")
 
@@ -183,6 +183,8 @@ class Remat:
             else ""
         )
         chosen = " (chosen by 'auto')" if self._auto else ""
+        if self._budget is not None and self._steps == 0:
+            chosen = " for the first step, then what the budget has room for"
         return f"recomputation policy {self.policy}{chosen}, {blocks or 'no blocks'}"
 
     @property
@@ -191,8 +193,8 @@ class Remat:
         recorded = self._active.recorded if self._active is not None else self._recorded
         return StepStats(recorded, self._clock.replayed_ops, self._clock.seconds)
 
-    def report(self) -> Table:
-        """A ``rich`` table of the first step: what each kind of op did in each module.
+    def report(self) -> Report:
+        """A table of the first step, to print plainly or with ``rich``: what each kind of op did in each module.
 
         Bytes kept, bytes dropped, ops replayed and the time that took.
         """
@@ -334,14 +336,18 @@ class Remat:
         self._steps += 1
         self._binding.final = True  # whatever there was to meet has been met
         parts = self._binding.regions.parts
+        problem = self._binding.problem
+        if problem is not None and not any(part.named for part in parts):
+            raise problem  # no root of this step fits the patterns; nothing has been trained yet
         if any(part.expected and part.calls for part in parts):
             return
         if self._steps > 1 and not self._binding.bound and any(part.named for part in parts):
             self._begin_anew(self._new_binding(self._policy))  # another model than before: meet it in the next step
         elif self._steps == 1 and (self._policy.needs_blocks or self._policy.parts):
             warnings.warn(
-                f"policy={self._policy.name!r} works on blocks, and the first step ran none: everything was kept. Name "
-                "them with blocks=, or use policy='selective'.",
+                f"policy={self._policy.name!r} works on blocks, and the first step ran none that could be watched "
+                "(what is compiled or scripted cannot): everything was kept. Name others with blocks=, or use "
+                "policy='selective'.",
                 stacklevel=3,
             )
 

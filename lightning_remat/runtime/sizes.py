@@ -24,7 +24,7 @@ def parse_budget(budget: object) -> int | float | None:
     """
     if budget is None:
         return None
-    accepted = "give bytes (20_000_000_000), a size ('20GiB', '16GB', '500MiB') or a share of the device ('80%')"
+    accepted = "give bytes (20_000_000_000), a size ('20GiB', '500MiB') or a share of the device ('80%', not 0.8)"
     if isinstance(budget, bool) or not isinstance(budget, (int, str)):
         raise ConfigurationError(f"budget={budget!r} is not a size; {accepted}.")
     if isinstance(budget, int):

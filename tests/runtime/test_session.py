@@ -144,3 +144,42 @@ def test_the_model_is_not_touched() -> None:
     model.zero_grad()
     assert {name: {k: repr(v) for k, v in vars(m).items()} for name, m in model.named_modules()} == before
     assert list(model.state_dict()) == keys
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policy": "full", "blocks": "layer.*"},
+        {"policy": "selective", "blocks": "layer.*"},
+        {"policy": {"layer.*": "full"}},
+        {"policy": {"blocks.*": "full", "haed": "selective"}},
+    ],
+    ids=str,
+)
+def test_a_pattern_that_matches_nothing_in_a_plain_loop(options: dict[str, object]) -> None:
+    """The model is met in the first step; the error comes at its end, before anything has been trained."""
+    remat = Remat(**options)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"matches no submodule.*blocks\.0"), remat:
+        Model()(X)
+
+
+def test_a_report_can_be_printed_plainly() -> None:
+    """As a table, also before the first step."""
+    remat = Remat(policy="full")
+    assert "no step yet" in str(remat.report())
+    step(remat, Model())
+    assert "blocks.*.1" in str(remat.report())
+
+
+def test_blocks_by_class_that_a_loop_calls_one_by_one() -> None:
+    """Each is a root of its own."""
+    model = Model()
+    remat = Remat(policy="full", blocks=nn.Sequential)
+    with remat:
+        x = X
+        for b in model.blocks:
+            x = b(x)
+        loss = x.sum()
+    loss.backward()
+    assert remat.blocks == ["Sequential"] * 3
+    assert remat.stats.replayed_ops > 0

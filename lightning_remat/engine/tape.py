@@ -52,6 +52,7 @@ from lightning_remat.engine.values import (
 from lightning_remat.engine.writes import Writes, recorded_state
 from lightning_remat.errors import MODIFIED
 
+_SIDE = 32  # a further output with at most this part of the first one's elements is a side output
 _STRIDED = torch.strided
 _grad_enabled = torch.is_grad_enabled
 
@@ -182,15 +183,23 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
                 observer.recorded(op, args, kwargs, out)
 
     def _make_several(self, op: Op, outs: Any) -> bool:
-        """Drop each of several outputs, unless it lies in an input's storage; False if there is nothing to drop."""
+        """Drop each of several outputs, unless it lies in an input's storage; False if there is nothing to drop.
+
+        A small side output (a norm's mean, attention's log-sum-exp) is kept: dropping it costs more than it saves.
+        """
         dropped = self.dropped
         made: list[tuple[int, Value, Any]] = []
         position = -1
+        small = 0
         for out in outs if isinstance(outs, (tuple, list)) else (outs,):
             position += 1
             if out.__class__ is Tensor:
                 if out.layout is not _STRIDED:
                     raise Unrecordable
+                if position == 0:
+                    small = out.numel() // _SIDE
+                elif out.numel() <= small:
+                    continue
                 storage = out.untyped_storage()
                 key = weakref(storage, self._forget_dropped)
                 # Every input is in one of these by now.

@@ -159,9 +159,9 @@ class Training:
 WAYS: dict[Callable[[Training], None], int] = {
     Training.backward_after: 50,
     Training.backward_inside: 50,
-    Training.raises_in_forward: 20,
-    Training.raises_in_backward: 20,
-    Training.no_backward: 20,
+    Training.raises_in_forward: 50,
+    Training.raises_in_backward: 50,
+    Training.no_backward: 50,
     Training.keeps_the_loss: 20,
     Training.keeps_the_last_graph: 20,
     Training.gradient_penalty: 20,

@@ -95,7 +95,7 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             action = self._learn(func)
         if action == PASS or self.paused:
             if action == HIGHER:
-                return func(*args, **kwargs)
+                return func(*args, **(kwargs or {}))
             return func._op(*args, **kwargs) if kwargs else func._op(*args)
         if action == RECORD:
             out = func._op(*args, **kwargs) if kwargs else func._op(*args)

@@ -307,6 +307,20 @@ def test_custom_ops_are_kept() -> None:
     assert_exact(Net(), step)
 
 
+@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
+def test_higher_order_ops_are_kept() -> None:
+    """flex_attention: a function goes into it, and what comes out stays."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def step(net: Net) -> torch.Tensor:
+        h = (net.a(X) * 1.5).reshape(1, 1, 4, 8)
+        q = h.detach()  # on the CPU it has no backward
+        out = flex_attention(q, q.sin(), q, score_mod=lambda score, b, h, q, k: score + (q - k))
+        return net.b(out * h).sin().sum()
+
+    assert_exact(Net(), step)
+
+
 def test_default_dtype_set_around_forward() -> None:
     """A constant that took its dtype from a global default comes back in that dtype."""
 

@@ -7,7 +7,6 @@ children are taken instead of the stages themselves.
 
 from __future__ import annotations
 
-import difflib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -16,8 +15,6 @@ from torch import nn
 
 from lightning_remat.engine.policies import matches
 from lightning_remat.errors import ConfigurationError
-
-BlocksLike = "type[nn.Module] | str | Sequence[type[nn.Module] | str | nn.Module]"
 
 Named = list[tuple[str, nn.Module]]
 
@@ -175,8 +172,3 @@ def there(root: nn.Module) -> str:
         return "it has no submodules."
     shown = ", ".join(names[:12]) + (f", ... ({len(names)} in all)" if len(names) > 12 else "")
     return f"there are the names {shown}" + (f" and the classes {', '.join(classes[:8])}." if classes else ".")
-
-
-def nearest(name: str, root: nn.Module) -> list[str]:
-    """Qualified module names close to ``name``."""
-    return difflib.get_close_matches(name, [n for n, _ in root.named_modules()], n=3)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,13 +55,12 @@ def state_before(args: Any, kwargs: dict[str, Any]) -> RecordedState:
     return generator, generator.get_state()
 
 
-@contextmanager
-def rewound(recorded: RecordedState) -> Iterator[None]:
-    """Run something from a recorded generator state; the user's stream goes on afterwards as if it had not run."""
+def call_rewound(recorded: RecordedState, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call a random op from a recorded generator state; the user's stream then goes on as if it had not been called."""
     generator, state = recorded
     now = generator.get_state()
     generator.set_state(state)
     try:
-        yield
+        return func(*args, **kwargs)
     finally:
         generator.set_state(now)

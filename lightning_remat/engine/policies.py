@@ -41,7 +41,6 @@ class OpInfo:
 
 
 OpPolicy = Callable[[OpInfo], Verdict]
-PolicyLike = "str | OpPolicy | Mapping[str, str | OpPolicy]"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_remat.engine.generators import RecordedState
+from lightning_remat.engine.generators import call_rewound
 from lightning_remat.engine.plain import replay_as_plain
 from lightning_remat.engine.values import OWNED, Blank, Extra, Geometry, Op, Value, check_leaf, storage_copy, view_of
 from lightning_remat.errors import ReplayError
@@ -165,18 +165,7 @@ def _call(op: Op, extra: Extra) -> Any:
         return replay_as_plain(op.func, args, kwargs)
     if rng is None:
         return op.func(*args, **kwargs)
-    return _call_rewound(rng, op.func, args, kwargs)
-
-
-def _call_rewound(recorded: RecordedState, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call a random op from a recorded generator state; the user's stream then goes on as if it had not been called."""
-    generator, state = recorded
-    now = generator.get_state()
-    generator.set_state(state)
-    try:
-        return func(*args, **kwargs)
-    finally:
-        generator.set_state(now)
+    return call_rewound(rng, op.func, args, kwargs)
 
 
 def _run_write(op: Op, extra: Extra) -> None:
@@ -202,7 +191,7 @@ def _run_write(op: Op, extra: Extra) -> None:
     if rng is None:
         op.func._op(*args, **kwargs)
     else:
-        _call_rewound(rng, op.func._op, args, kwargs)
+        call_rewound(rng, op.func._op, args, kwargs)
     value = op.outs[0][1]()
     if value is not None:
         value.tensor = base

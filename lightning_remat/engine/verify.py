@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_remat.engine.generators import rewound
+from lightning_remat.engine.generators import call_rewound
 from lightning_remat.engine.plain import call_as_plain
 from lightning_remat.engine.replay import Clock, missing_ops, restore
 from lightning_remat.engine.rules import Rule, rule_for
@@ -61,8 +61,7 @@ class Verifier:
         self._twice.add(rule.name)
         # We are below autograd here, so grad mode can stay as it is; some kernels give less without it.
         if op.extra is not None and op.extra[2] is not None:
-            with rewound(op.extra[2]):
-                again = op.func(*args, **(kwargs or {}))
+            again = call_rewound(op.extra[2], op.func, args, kwargs or {})
         elif rule.inner:
             again, _ = call_as_plain(op.func, args, kwargs or {})
         else:

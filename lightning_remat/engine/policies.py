@@ -76,14 +76,9 @@ class Policy:
 
     def action(self, rule: Rule) -> int:
         """The tape's action for an op under this policy."""
-        if rule.form == "higher":
-            return actions.HIGHER
-        if rule.form == "blank":
-            return actions.PASS
-        if rule.form == "view":
-            if rule.name in ("aten._conj.default", "aten._neg_view.default"):
-                return actions.LAZY
-            return actions.SPLITS if rule.name.startswith("aten.unsafe_") else actions.PASS
+        general = actions.counted(rule)
+        if general != actions.COUNT:
+            return general
         keep = rule.kind in ("fixed", "factory") or rule.kind in self.keeps
         if rule.form == "write":
             return actions.WRITE_KEEP if keep else actions.WRITE_ASK if self.ask is not None else actions.WRITE

@@ -139,7 +139,7 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         self._moving = False
         first = first_tensor(out)
         entry.size = -1 if first is None else first.numel()
-        op = self._last
+        op, self._last = self._last, None
         entry.droppable = op is not None
         if op is not None:
             self._dropped(o, op, entry, out, args)

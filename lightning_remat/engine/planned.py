@@ -8,7 +8,7 @@ anew, and may change the instructions for the rest of the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,20 @@ Script = list[Instruction]
 def action_for(rule: Rule, drop: bool) -> int:
     """The tape's action for a counted op whose outputs are to be dropped or kept."""
     return FULL.action(rule) if drop else KEEP_ALL.action(rule)
+
+
+def script_for(functions: Sequence[Any], sizes: Sequence[int], drop: Sequence[bool]) -> Script:
+    """Instructions for a plan.
+
+    Args:
+        functions: the overload of each counted op.
+        sizes: elements of its first output.
+        drop: whether its outputs are dropped.
+    """
+    return [
+        (function, action_for(rule_for(function), dropped), size)
+        for function, size, dropped in zip(functions, sizes, drop, strict=True)
+    ]
 
 
 class PlannedTape(Tape):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
@@ -75,15 +89,15 @@ class PlannedTape(Tape):  # type: ignore[no-untyped-call]  # torch's __init_subc
         action = self.table.get(id(func))
         if action is None:
             action = self.table[id(func)] = counted(rule_for(func))
-        if action == PASS or self.paused or (action == COUNT and not _grad_enabled()):
+        if action == PASS or self.paused:
             if action == HIGHER:
                 return func(*args, **(kwargs or {}))
-            if action == COUNT:
-                # Out of gradient mode nothing is dropped, but a write must still save what recorded ops read.
-                return self.act(action_for(rule_for(func), False) if not self.paused else PASS, func, args, kwargs)
             return func._op(*args, **kwargs) if kwargs else func._op(*args)
         if action != COUNT:
             return self._dispatch_rest(action, func, args, kwargs or {})
+        if not _grad_enabled():
+            # Nothing is dropped, but a write must still save what recorded ops read.
+            return self.act(action_for(rule_for(func), False), func, args, kwargs)
         position = self.position
         self.position = position + 1
         try:

@@ -72,12 +72,11 @@ class Tracer:
         trace = tape.trace
         raw = tape.raw[: self.recorder.marks]
         levels, tops, seconds = _between_marks(self.recorder, len(raw))
-        _fill_in(trace, raw, levels, tops, tape.drop(), tape.kept_values)
+        _fill_in(trace, raw, levels, tops, tape.drop(), tape.kept_values, tape.fills)
         need = next((i for i, event in enumerate(raw) if event[0] == NEED), len(raw))
         if raw:
-            replayed = sum(trace.ops[o].seconds for o in set())
             trace.forward_seconds = seconds[min(need, len(raw) - 1)] - seconds[0]
-            trace.backward_seconds = max(0.0, seconds[-1] - seconds[min(need, len(raw) - 1)] - replayed)
+            trace.backward_seconds = max(0.0, seconds[-1] - seconds[min(need, len(raw) - 1)])
         return trace
 
 
@@ -102,7 +101,13 @@ def _between_marks(recorder: Recorder, count: int) -> tuple[list[int], list[int]
 
 
 def _fill_in(
-    trace: Trace, raw: Sequence[Event], levels: Sequence[int], tops: Sequence[int], drop: Sequence[bool], kept: set[int]
+    trace: Trace,
+    raw: Sequence[Event],
+    levels: Sequence[int],
+    tops: Sequence[int],
+    drop: Sequence[bool],
+    kept: set[int],
+    fills: set[int],
 ) -> None:
     """Write the trace's events: the raw ones, with the memory of others in between."""
     frees = _frees_of_kept(trace, raw, kept)
@@ -113,6 +118,11 @@ def _fill_in(
         events.append((OTHER, simulator.live, simulator.live))
     for i, (kind, a, b) in enumerate(raw):
         replayed = len(simulator.replayed)
+        if kind == RUN and a in fills:
+            # From here on the memory is a value's, and no longer that of whoever allocated it.
+            taken = sum(trace.nbytes[v] for v in trace.ops[a].outputs)
+            _append_other(events, NEVER, -taken)
+            simulator.live -= taken
         if kind != OTHER and not (kind == FREE and a in kept):
             simulator.step(kind, a, b)
             events.append((kind, a, b))

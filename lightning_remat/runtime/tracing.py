@@ -70,6 +70,7 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         raw: events so far. OTHER stands for the end of a replay here.
         functions: the overload of each op of the trace.
         kept_values: values that were kept after all.
+        fills: ops whose output lies in memory that was allocated before.
         open_slots: saved tensors that autograd still holds.
     """
 
@@ -81,6 +82,7 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         self.raw: list[Event] = []
         self.functions: list[Any] = []
         self.kept_values: set[int] = set()
+        self.fills: set[int] = set()
         self.open_slots: dict[Any, int] = {}
         self._mark = mark
         self._keeps = keeps
@@ -157,6 +159,7 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         if op.extra is not None and op.extra[2] is not None:
             entry.state = op.extra[2][1].nbytes
         if op.args and op.args[0].__class__ is Blank:
+            self.fills.add(o)
             entry.outputs = (self._new(args[0], o),)
         elif op.extra is not None and op.extra[1] is not None and op.extra[1].form == "write":
             key = weakref(args[0].untyped_storage())

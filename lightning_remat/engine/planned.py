@@ -32,7 +32,7 @@ from lightning_remat.engine.tape import Tape
 _grad_enabled = torch.is_grad_enabled
 
 Instruction = tuple[Any, int, int]
-"""(overload or its name, action, elements of its first output; -1: not known)."""
+"""(overload or its name, action, elements of its first output; -1: of no interest; below: see careful_script)."""
 
 Script = list[Instruction]
 
@@ -65,6 +65,7 @@ class PlannedTape(Tape):  # type: ignore[no-untyped-call]  # torch's __init_subc
         on_other_op: asked for a new script when another op comes than expected; (position, name) -> script or None.
         on_other_size: the same for another size; (position, elements) -> script or None.
         fallback: table for ops that no script knows.
+        seen: elements of each op's first output since a careful script came into force.
         lost: no script fits any more; the fallback holds for the rest of the step.
     """
 
@@ -75,6 +76,7 @@ class PlannedTape(Tape):  # type: ignore[no-untyped-call]  # torch's __init_subc
         self.on_other_op: Callable[[int, str], Script | None] = lambda position, name: None
         self.on_other_size: Callable[[int, int], Script | None] = lambda position, size: None
         self.fallback = ActionTable(lambda rule: action_for(rule, rule.kind == "cheap"))
+        self.seen: list[int] = []
         self.lost = False
         self.table = ActionTable(counted)
 
@@ -103,7 +105,7 @@ class PlannedTape(Tape):  # type: ignore[no-untyped-call]  # torch's __init_subc
         try:
             expected, action, size = self.script[position]
         except IndexError:
-            expected = size = None
+            expected, size = None, -1
         if expected is not func:
             action, size = self._unexpected(position, func)
         if action == RECORD:
@@ -115,13 +117,14 @@ class PlannedTape(Tape):  # type: ignore[no-untyped-call]  # torch's __init_subc
             return self._write(action, func, args, kwargs or {})
         else:
             out = self._dispatch_rest(action, func, args, kwargs or {})
-        if size is not None and size >= 0:
+        if size != -1:
             first = out if out.__class__ is Tensor else first_tensor(out)
-            if first is not None and first.numel() != size:
-                self._other_size(position, first.numel())
+            elements = first.numel() if first is not None else -1
+            if elements != size:
+                self._other_size(position, elements, size)
         return out
 
-    def _unexpected(self, position: int, func: Any) -> tuple[int, int | None]:
+    def _unexpected(self, position: int, func: Any) -> tuple[int, int]:
         """The op is not the one that the script holds by identity: maybe by name, maybe in another script."""
         rule = rule_for(func)
         if not self.lost:
@@ -137,7 +140,7 @@ class PlannedTape(Tape):  # type: ignore[no-untyped-call]  # torch's __init_subc
         action = self.fallback.get(id(func))
         if action is None:
             action = self.fallback[id(func)] = self.fallback.make(rule)
-        return action, None
+        return action, -1
 
     def _matching(self, position: int, func: Any, name: str) -> tuple[int, int] | None:
         if position >= len(self.script):
@@ -150,11 +153,30 @@ class PlannedTape(Tape):  # type: ignore[no-untyped-call]  # torch's __init_subc
         self.script[position] = (func, action, size)  # a script from a file knows names only
         return action, size
 
-    def _other_size(self, position: int, size: int) -> None:
-        if not self.lost:
-            other = self.on_other_size(position, size)
-            if other is not None:
-                self.script = other
+    def _other_size(self, position: int, size: int, expected: int) -> None:
+        if self.lost:
+            return
+        if expected < -1:
+            self.seen.append(size)
+            if size <= _CAREFUL - expected:
+                return
+        other = self.on_other_size(position, size)
+        if other is not None:
+            self.script = other
+
+
+_CAREFUL = -2
+_ANY = 2**60
+
+
+def careful_script(script: Script, growing: bool = False) -> Script:
+    """The same instructions for a step of unknown shape: sizes are noted, and it is reported once if one is larger.
+
+    Args:
+        script: instructions for another shape.
+        growing: it is known to be larger, so that there is nothing to report.
+    """
+    return [(function, action, _CAREFUL - (_ANY if growing else max(size, 0))) for function, action, size in script]
 
 
 def first_tensor(out: Any) -> Tensor | None:

@@ -67,7 +67,7 @@ class Policy:
     @property
     def needs_blocks(self) -> bool:
         """Whether it means nothing in a model without blocks."""
-        return not self.everywhere and not self.parts and self.name != "none"
+        return not self.everywhere and not self.parts and self.name not in ("none", "auto")
 
     @property
     def off(self) -> bool:
@@ -106,6 +106,9 @@ KEEP_ALL = Policy("keep", keeps=ALL_KINDS, segment=None)
 
 FULL = Policy("full", everywhere=False)
 """Keeps what enters a block; right when memory is short and a third more compute is acceptable."""
+
+LEAN = Policy("auto", everywhere=False)
+"""What a step is traced under, and what remains where no plan holds: like full, in models without blocks as well."""
 
 SQRT = Policy("sqrt", everywhere=False, segment="sqrt")
 """Keeps about sqrt(N) block borders; right where the block inputs are most of what full keeps; else full is better."""

@@ -6,13 +6,15 @@ whole step, and then polished: ops are taken out of the plan as long as it fits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from time import perf_counter
 
 from lightning_remat.errors import BudgetError
 from lightning_remat.planning.plan import Candidate, PlanResult, judged
 from lightning_remat.planning.search import Search
-from lightning_remat.planning.trace import Trace
+from lightning_remat.planning.simulator import simulate
+from lightning_remat.sizes import format_bytes
+from lightning_remat.planning.trace import OTHER, Trace
 
 
 class Planner:
@@ -20,15 +22,58 @@ class Planner:
 
     Args:
         trace: the step.
-        static_bytes: what is there between steps; budgets include it.
     """
 
-    def __init__(self, trace: Trace, static_bytes: int = 0) -> None:
+    def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self.static_bytes = static_bytes
         self.plain = judged(trace, [False] * len(trace.ops))
         self.search = Search(trace)
         self.tried: dict[tuple[bool, ...], Candidate] = {self.plain.drop: self.plain}
+
+    def result(
+        self, budget_bytes: int, static_bytes: int = 0, static_parts: Mapping[str, int] | None = None
+    ) -> PlanResult:
+        """The best plan within a budget, with the front that it is taken from.
+
+        Args:
+            budget_bytes: what a step may take, ``static_bytes`` included.
+            static_bytes: what is there between steps.
+            static_parts: what that consists of, for the error.
+
+        Raises:
+            BudgetError: no plan fits.
+        """
+        front = self.front()
+        chosen = self.within(budget_bytes - static_bytes)
+        if chosen is None:
+            raise self._too_small(budget_bytes, static_bytes, static_parts)
+        return PlanResult(
+            trace=self.trace,
+            static_bytes=static_bytes,
+            budget_bytes=budget_bytes,
+            chosen=chosen,
+            front=pareto([*front, *self.tried.values()]),
+            plain=self.plain,
+        )
+
+    def _too_small(self, budget: int, static: int, parts: Mapping[str, int] | None) -> BudgetError:
+        smallest = self.smallest()
+        need = static + smallest.peak_bytes
+        makeup = [f"{name} {format_bytes(size)}" for name, size in (parts or {"static memory": static}).items() if size]
+        run = simulate(self.trace, smallest.drop, timeline=True)
+        others = sum(b for kind, _, b in self.trace.events[: run.peak_event] if kind == OTHER)
+        largest = max(self.trace.ops, key=lambda op: op.scratch + sum(self.trace.nbytes[v] for v in op.outputs))
+        size = largest.scratch + sum(self.trace.nbytes[v] for v in largest.outputs)
+        makeup.append(f"gradients and other memory of the step {format_bytes(others)}")
+        makeup.append(f"activations and their recomputation {format_bytes(smallest.peak_bytes - others)}")
+        where = f" in {largest.module}" if largest.module else ""
+        return BudgetError(
+            f"budget={format_bytes(budget)} is not feasible: the smallest peak of any plan found is "
+            f"{format_bytes(need)} ({', '.join(makeup)}; the largest single op, {largest.name}{where}, takes "
+            f"{format_bytes(size)}). Raise the budget to that, or use a smaller batch or shorter sequences.",
+            budget,
+            need,
+        )
 
     def judge(self, drop: Sequence[bool]) -> Candidate:
         """A plan with what the simulator says about it; every plan is simulated once."""
@@ -121,17 +166,4 @@ def plan(trace: Trace, budget_bytes: int, static_bytes: int = 0) -> PlanResult:
     Raises:
         BudgetError: no plan fits, with the smallest peak that one has and what makes it up.
     """
-    planner = Planner(trace, static_bytes)
-    front = planner.front()
-    chosen = planner.within(budget_bytes - static_bytes)
-    if chosen is None:
-        smallest = front[0]
-        raise BudgetError('', budget_bytes, static_bytes + smallest.peak_bytes)
-    return PlanResult(
-        trace=trace,
-        static_bytes=static_bytes,
-        budget_bytes=budget_bytes,
-        chosen=chosen,
-        front=pareto([*front, *planner.tried.values()]),
-        plain=planner.plain,
-    )
+    return Planner(trace).result(budget_bytes, static_bytes)

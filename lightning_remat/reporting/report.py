@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_remat.engine.ledger import Ledger
-from lightning_remat.runtime.sizes import format_bytes
+from lightning_remat.sizes import format_bytes
 
 
 @dataclass

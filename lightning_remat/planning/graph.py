@@ -75,49 +75,60 @@ def graph_of(trace: Trace) -> Graph:
     )
 
 
-def cheapest(graph: Graph, ops: Sequence[int], kept: frozenset[int], price: float, room: float = 0.0) -> set[int]:
-    """The ops to replay, if bytes kept cost ``price`` seconds each and the rest of ``ops`` is to be kept.
+class Cuts:
+    """Minimum cuts of one piece of a graph, for any number of prices.
 
     Args:
         graph: dependencies.
         ops: the ops to decide about; what lies outside is there.
         kept: ops among them whose outputs are kept in any case.
-        price: seconds per byte kept.
-        room: seconds per byte that a replay makes, for plans with small replays.
     """
-    free = [o for o in ops if graph.droppable[o] and o not in kept]
-    number = {o: i for i, o in enumerate(free)}
-    count = len(free)
-    if not count:
-        return set()
-    source, sink = 2 * count, 2 * count + 1  # x: 0 ... count-1, y: count ... 2·count-1
-    tails: list[int] = []
-    heads: list[int] = []
-    costs: list[float] = []
-    for o, i in number.items():
+
+    def __init__(self, graph: Graph, ops: Sequence[int], kept: frozenset[int] = frozenset()) -> None:
+        self.free = [o for o in ops if graph.droppable[o] and o not in kept]
+        number = {o: i for i, o in enumerate(self.free)}
+        count = self.count = len(self.free)
+        self.nbytes = np.asarray([graph.nbytes[o] for o in self.free], dtype=np.float64)
         # A little more than nothing: among equals, the plan that replays less.
-        replay = graph.seconds[o] + room * graph.nbytes[o] + 1e-9
-        keep = -1.0 if graph.overwritten[o] else price * graph.nbytes[o]
-        tails += (i, count + i)
-        heads += (count + i, sink)
-        costs += (keep, replay)
-        if graph.demanded[o]:
-            tails.append(source)
-            heads.append(i)
-            costs.append(-1.0)
-        for u in graph.reads[o]:
-            if u in number:
-                tails.append(count + i)
-                heads.append(number[u])
-                costs.append(-1.0)
-    capacity = np.asarray(costs)
-    finite = capacity >= 0
-    total = capacity[finite].sum()
-    scaled = np.where(finite, np.rint(capacity * ((_ALL - len(costs)) / total)), _ALL).astype(np.int32)
-    network = csr_matrix((scaled, (tails, heads)), shape=(2 * count + 2, 2 * count + 2))
-    flow = maximum_flow(network, source, sink).flow
-    residual = network - flow
-    residual.data = (residual.data > 0).astype(np.int32)
-    residual.eliminate_zeros()
-    reached = set(breadth_first_order(residual, source, return_predecessors=False).tolist())
-    return {o for o, i in number.items() if count + i in reached}
+        self.seconds = np.asarray([graph.seconds[o] for o in self.free]) + 1e-9
+        self.copied = np.asarray([graph.overwritten[o] for o in self.free], dtype=bool)
+        source, sink = 2 * count, 2 * count + 1  # x: 0 ... count-1, y: count ... 2·count-1
+        edges = [(i, count + i) for i in range(count)] + [(count + i, sink) for i in range(count)]
+        edges += [(source, i) for o, i in number.items() if graph.demanded[o]]
+        edges += [(count + i, number[u]) for o, i in number.items() for u in graph.reads[o] if u in number]
+        # Edges with their reverses, so that flow and capacity have one and the same layout.
+        tails, heads = np.asarray(edges, dtype=np.int64).reshape(-1, 2).T
+        order = csr_matrix(
+            (
+                np.arange(1, 2 * len(edges) + 1),
+                (np.concatenate((tails, heads)), np.concatenate((heads, tails))),
+            ),
+            shape=(2 * count + 2, 2 * count + 2),
+        )
+        self.source = source
+        self.edges = len(edges)
+        self.place = order.data - 1
+        self.network = csr_matrix((order.data.astype(np.int32), order.indices, order.indptr), shape=order.shape)
+
+    def cheapest(self, price: float, room: float = 0.0) -> set[int]:
+        """The ops to replay if a byte kept costs ``price`` seconds, and a byte that a replay makes ``room`` seconds."""
+        count = self.count
+        if not count:
+            return set()
+        keep = np.where(self.copied, np.inf, price * self.nbytes)
+        replay = self.seconds + room * self.nbytes
+        costs = np.full(2 * self.edges, np.inf)
+        costs[:count], costs[count : 2 * count] = keep, replay
+        costs[self.edges :] = 0
+        finite = np.isfinite(costs)
+        scale = (_ALL - self.edges) / costs[finite].sum()
+        capacity = np.full(2 * self.edges, _ALL, dtype=np.int32)
+        capacity[finite] = np.rint(costs[finite] * scale)
+        network = self.network
+        network.data[:] = capacity[self.place]
+        flow = maximum_flow(network, self.source, self.source + 1).flow
+        left = network.data - flow.data > 0
+        ends = np.concatenate(([0], np.cumsum(left)))[network.indptr].astype(network.indptr.dtype)
+        residual = csr_matrix((np.ones(ends[-1]), network.indices[left], ends), shape=network.shape)
+        reached = breadth_first_order(residual, self.source, return_predecessors=False)
+        return {self.free[i - count] for i in reached.tolist() if count <= i < 2 * count}

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_remat.planning.segments import Item, Layout, Segment, find_cuts, layout_of
+from lightning_remat.planning.segments import Item, Layout, Segment, find_cuts, interval_kinds, layout_of, levels_around
 from lightning_remat.planning.trace import Trace
 
-_LABELS = 256  # states kept at each cut
+_LABELS = 96  # states kept at each cut
+_STEPS = 12  # minimum cuts along the hull of one segment
+_WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # segments, in intervals between neighbouring cuts
 
 
 @dataclass(slots=True)
@@ -36,24 +38,29 @@ class Search:
 
     Args:
         trace: the step.
-        effort: about how many segments to judge.
+        effort: about how many ops all segments that are judged may have together.
     """
 
-    def __init__(self, trace: Trace, effort: int = 400) -> None:
+    def __init__(self, trace: Trace, effort: int = 20_000) -> None:
         self.trace = trace
         self.layout: Layout = layout_of(trace)
         self.cuts = find_cuts(self.layout, most=128)
         self.arcs: list[list[Arc]] = [[] for _ in self.cuts]  # by the cut they end at
-        menus: dict[object, list[Item]] = {}
+        menus: dict[tuple[int, ...], tuple[Segment, list[Item]]] = {}
+        kinds = interval_kinds(self.layout, self.cuts)
+        spent = 0
         for start, end in self._spans():
             first, last = self.cuts[start], self.cuts[end]
-            segment = Segment(self.layout, first, last)
-            items = menus.get(segment.signature)
-            if items is None:
-                if len(menus) * (last - first) > 40 * effort * 10 and end - start > 1:
+            kind = tuple(kinds[start:end])
+            if kind not in menus:
+                if spent > effort and end - start > 1 and last - first < len(trace.ops):
                     continue
-                items = menus[segment.signature] = segment.menu(12 if last - first < 400 else 6)
-            peak = [max(segment.enters + i.forward, segment.returns + i.backward) for i in items]
+                spent += last - first
+                segment = Segment(self.layout, first, last)
+                menus[kind] = segment, segment.menu(_STEPS if last - first < 400 else _STEPS // 2)
+            segment, items = menus[kind]
+            enters, returns = levels_around(self.layout, first, last)
+            peak = [max(enters + i.forward, returns + i.backward) for i in items]
             self.arcs[end].append(
                 Arc(
                     start,
@@ -70,8 +77,7 @@ class Search:
     def _spans(self) -> list[tuple[int, int]]:
         """Pairs of cuts: near ones first, then ever longer ones, and the whole step."""
         last = len(self.cuts) - 1
-        widths = [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32]
-        spans = [(i, i + w) for w in widths for i in range(last - w + 1)]
+        spans = [(i, i + w) for w in _WIDTHS for i in range(last - w + 1)]
         if (0, last) not in spans:
             spans.append((0, last))
         return spans

@@ -8,11 +8,12 @@ there. Equal segments (the layers of a transformer) are judged once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
-from lightning_remat.planning.graph import Graph, cheapest, graph_of
+from lightning_remat.planning.graph import Cuts, Graph, graph_of
 from lightning_remat.planning.simulator import Simulator
 from lightning_remat.planning.trace import FREE, NEED, OTHER, RELEASE, RUN, SAVE, Event, Trace, TraceOp
 
@@ -46,6 +47,8 @@ class Layout:
         turn: first event in which backward asks for something.
         crossing: for each place between ops, bytes that are made before it and read after it.
         last_reader: for each op, the last op that reads its outputs (itself if none does).
+        slot_op, slot_value: for each slot, the op after which it was saved, and its value.
+        first_need: for each place between ops, the event with which backward enters what lies before it.
     """
 
     trace: Trace
@@ -57,11 +60,7 @@ class Layout:
     last_reader: list[int]
     slot_op: list[int]
     slot_value: list[int]
-    first_need: list[int] = field(default_factory=list)
-
-    def backward_of(self, cut: int) -> int:
-        """The event with which backward enters what lies before a cut."""
-        return self.first_need[cut]
+    first_need: list[int]
 
 
 def layout_of(trace: Trace) -> Layout:
@@ -142,18 +141,67 @@ def _narrow(cuts: list[int], crossing: np.ndarray) -> list[int]:
         cuts = [c for i, c in enumerate(cuts) if i not in gone]
 
 
+def _ranges(layout: Layout, first: int, last: int) -> tuple[int, int, int, int]:
+    """Events in which ops ``first`` to ``last`` run forward (from, to), and in which backward is there (from, to)."""
+    start = layout.run[first] if first else 0
+    end = layout.run[last] if last < len(layout.run) else layout.turn
+    turn = max(end, layout.first_need[last])
+    stop = max(turn, layout.first_need[first]) if first else len(layout.trace.events)
+    return start, end, turn, stop
+
+
+def levels_around(layout: Layout, first: int, last: int) -> tuple[int, int]:
+    """Bytes of others when forward enters a segment, and when backward does."""
+    start, _, turn, _ = _ranges(layout, first, last)
+    return layout.others[start], layout.others[turn]
+
+
+def interval_kinds(layout: Layout, cuts: Sequence[int]) -> list[int]:
+    """A number for each interval between neighbouring cuts; equal numbers mean equal ops, values and events.
+
+    Everything is told by its distance, so that a row of equal intervals has a row of equal numbers, and two rows of
+    equal numbers are equal segments.
+    """
+    trace, makers = layout.trace, layout.trace.makers
+    numbers: dict[object, int] = {}
+    kinds = []
+    for first, last in pairwise(cuts):
+        start, end, turn, stop = _ranges(layout, first, last)
+        ops = [
+            (
+                op.name,
+                tuple([(o - makers[u], u - op.outputs[0] if op.outputs else 0) for u in op.inputs]),
+                tuple([trace.nbytes[v] for v in op.outputs]),
+                o - makers[op.writes] if op.writes >= 0 else 0,
+                op.droppable,
+                op.seconds,
+                op.scratch,
+                op.state,
+                layout.last_reader[o] - o,
+            )
+            for o, op in enumerate(trace.ops[first:last], first)
+        ]
+        events = []
+        for kind, a, b in (*trace.events[start:end], *trace.events[turn:stop]):
+            if kind == RUN:
+                events.append((kind, a - first, 0))
+            elif kind == OTHER:
+                events.append((kind, a, b))
+            elif kind == FREE:
+                events.append((kind, makers[a] - first, 0))
+            else:
+                events.append((kind, layout.slot_op[a] - first, makers[layout.slot_value[a]] - first))
+        kinds.append(numbers.setdefault((tuple(ops), tuple(events)), len(numbers)))
+    return kinds
+
+
 class Segment:
     """The ops from one cut to another, as a trace of their own."""
 
     def __init__(self, layout: Layout, first: int, last: int) -> None:
         self.first, self.last = first, last
-        trace, run = layout.trace, layout.run
-        start = run[first] if first else 0
-        end = run[last] if last < len(run) else layout.turn
-        self.enters = layout.others[start]
-        turn, stop = layout.backward_of(last), layout.backward_of(first) if first else len(trace.events)
-        turn, stop = max(turn, end), max(stop, end)
-        self.returns = layout.others[turn]
+        trace = layout.trace
+        start, end, turn, stop = _ranges(layout, first, last)
         self.kept = frozenset(o - first for o in range(first, last) if layout.last_reader[o] >= last)
         values: dict[int, int] = {}
         ops: list[TraceOp] = []
@@ -185,13 +233,6 @@ class Segment:
         numbers = sorted(values, key=values.__getitem__)
         self.trace = Trace(
             ops, [trace.nbytes[v] for v in numbers], [trace.makers[v] - first for v in numbers], [], len(slots)
-        )
-        self.signature = (
-            tuple([(op.name, op.inputs, op.outputs, op.droppable, op.seconds, op.scratch) for op in ops]),
-            tuple(self.trace.nbytes),
-            tuple(self.forward),
-            tuple(self.backward),
-            self.kept,
         )
 
     def _events(
@@ -237,11 +278,11 @@ class Segment:
     def menu(self, steps: int) -> list[Item]:
         """Plans for it: the convex hull of bytes kept against seconds, and some with smaller replays."""
         graph = self.graph()
-        ops = range(len(self.trace.ops))
+        cuts = Cuts(graph, range(len(self.trace.ops)), self.kept)
         seen: dict[frozenset[int], Item] = {}
 
         def solve(price: float, room: float = 0.0) -> Item:
-            replay = frozenset(cheapest(graph, ops, self.kept, price, room))
+            replay = frozenset(cuts.cheapest(price, room))
             if replay not in seen:
                 seen[replay] = self.measure(replay)
             return seen[replay]

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 
 from rich.console import Console
 
+from lightning_remat.runtime.sizes import format_bytes
+
 WIDTH = 110
 """Columns of a report that is printed plainly."""
 
@@ -67,15 +69,20 @@ class Folding:
         return found
 
 
+def format_size(count: float) -> str:
+    """As :func:`format_bytes`, with one more digit from a GiB on, where 0.1 is more than plans differ by."""
+    return format_bytes(count) if abs(count) < 2**30 else f"{count / 2**30:.2f} GiB"
+
+
 def format_seconds(seconds: float) -> str:
     """``0.0041`` as ``"4.10 ms"``; three digits that matter."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if abs(seconds) >= size:
-            return f"{_three(seconds / size)} {unit}"
-    return f"{_three(seconds * 1e6)} µs" if seconds else "0 s"
+            return f"{three_digits(seconds / size)} {unit}"
+    return f"{three_digits(seconds * 1e6)} µs" if seconds else "0 s"
 
 
-def _three(number: float) -> str:
-    """Three digits that matter, without an exponent."""
+def three_digits(number: float) -> str:
+    """A number with three digits that matter, without an exponent."""
     size = abs(number)
     return f"{number:.0f}" if size >= 99.95 else f"{number:.1f}" if size >= 9.995 else f"{number:.2f}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_remat.planning.simulator import Simulator
 from lightning_remat.planning.trace import NEED, RUN, Trace
-from lightning_remat.reporting.facts import savers
+from lightning_remat.reporting.places import savers
 
 
 @dataclass(frozen=True)

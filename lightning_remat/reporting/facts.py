@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 
 from lightning_remat.planning.plan import PlanResult
 from lightning_remat.planning.simulator import simulate
-from lightning_remat.planning.trace import NEED, OTHER, RUN, SAVE, Trace
+from lightning_remat.planning.trace import Trace
+from lightning_remat.reporting.places import PeakPlace, peak_place
 from lightning_remat.reporting.prices import Kept, slope_at
 from lightning_remat.reporting.text import Folding
-
-FORWARD, BACKWARD = "forward", "backward"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,23 +47,6 @@ class ModuleRow:
     asked: float | None
     blocks: int
     blocks_recomputed: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class PeakPlace:
-    """Where in the step the memory is highest.
-
-    Attributes:
-        event: index into the trace's events.
-        part: ``"forward"`` or ``"backward"``.
-        module: qualified name of the module at work; ``""`` outside of modules.
-        recomputing: the peak is reached while values are computed again.
-    """
-
-    event: int
-    part: str
-    module: str
-    recomputing: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +135,8 @@ def facts_of(
         smallest_extra_seconds=smallest.extra_seconds,
         kept_bytes=sum(row.kept_bytes for row in rows),
         recomputed_bytes=sum(row.recomputed_bytes for row in rows),
-        peak=_place(trace, ours.peak_event, set(ours.replayed)),
-        plain_peak=_place(trace, plain.peak_event, set()),
+        peak=peak_place(trace, ours.peak_event, set(ours.replayed)),
+        plain_peak=peak_place(trace, plain.peak_event, set()),
         paid_price=slope.paid,
         next_price=slope.next,
         rows=rows,
@@ -208,57 +190,3 @@ def _row(trace: Trace, ours: Kept, module: str, kind: str, found: _Sum) -> Modul
         blocks=len(found.blocks),
         blocks_recomputed=len(found.recomputed_in - {""}),
     )
-
-
-def _place(trace: Trace, event: int, replayed: set[int]) -> PeakPlace:
-    """Which op is at work in an event."""
-    if not trace.events:
-        return PeakPlace(event=event, part=FORWARD, module="", recomputing=False)
-    saved_by = savers(trace)
-    at = _marker(trace, event)
-    kind, operand, _ = trace.events[at] if at >= 0 else (RUN, 0, 0)
-    if kind == RUN:
-        module = trace.ops[operand].module if trace.ops else ""
-        return PeakPlace(event=event, part=FORWARD, module=module, recomputing=False)
-    saver, value = saved_by.get(operand, (-1, -1))
-    again = at == event and value >= 0 and trace.makers[value] in replayed
-    module = trace.ops[saver].module if saver >= 0 else ""
-    return PeakPlace(event=event, part=BACKWARD, module=module, recomputing=again)
-
-
-def _marker(trace: Trace, event: int) -> int:
-    """The RUN or NEED that an event belongs to; -1 if there is none.
-
-    Memory that is nobody's value is noted when the next event comes. In forward it is therefore part of the op that
-    follows, whose RUN is written when it is done; in backward of the node whose values were asked for before.
-    """
-    events = trace.events
-    before = next((i for i in range(event, -1, -1) if events[i][0] in (RUN, NEED)), -1)
-    if events[event][0] == OTHER and (before < 0 or events[before][0] == RUN):
-        after = next((i for i in range(event, len(events)) if events[i][0] in (RUN, NEED)), -1)
-        if after >= 0 and events[after][0] == RUN:
-            return after
-    return before
-
-
-def savers(trace: Trace) -> dict[int, tuple[int, int]]:
-    """For each slot, the op whose node saved it (-1 if no op ran), and the value.
-
-    Autograd saves an op's inputs before it runs and its outputs afterwards.
-    """
-    found: dict[int, tuple[int, int]] = {}
-    waiting: list[int] = []
-    last = -1
-    for kind, operand, value in trace.events:
-        if kind == RUN:
-            last = operand
-            for slot in waiting:
-                found[slot] = last, found[slot][1]
-            waiting.clear()
-        elif kind == SAVE:
-            found[operand] = last, value
-            if last < 0 or value not in trace.ops[last].outputs:
-                waiting.append(operand)
-        elif kind == NEED:
-            waiting.clear()
-    return found

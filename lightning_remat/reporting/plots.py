@@ -89,10 +89,10 @@ def draw_memory(panel: Any, report: PlanReport) -> None:
     _draw_budget(panel.axhline, facts.budget_bytes, scale, (0.0, top * 1.08))
     if plan.turn is not None:
         panel.axvline(plan.turn / x_scale, color=MUTED, lw=0.9)
-        for text, side in (("forward ", "right"), (" backward", "left")):
-            panel.text(
-                plan.turn / x_scale, 0.985, text, ha=side, va="top", color=MUTED, fontsize=9,
-                transform=panel.get_xaxis_transform(),
+        for text, side, away in (("forward", "right", -4), ("backward", "left", 4)):
+            panel.annotate(
+                text, (plan.turn / x_scale, 0.985), (away, 0), ha=side, va="top", color=MUTED, fontsize=9,
+                xycoords=panel.get_xaxis_transform(), textcoords="offset points",
             )  # fmt: skip
     stretched = ", measured: stretched to fit" if report.timeline else ""
     panel.set_xlabel(
@@ -174,10 +174,10 @@ def _inline(document: str, name: str) -> str:
     """The element out of an SVG document, its identifiers made unlike those of any other in the page."""
     element = document[document.index("<svg") :]
     element = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", element)
+    begin = element.index(">")
     # In HTML an SVG element needs no namespaces, and its size is the page's affair.
-    return re.sub(r' (xmlns(:\w+)?|version|width|height)="[^"]*"', "", element[: element.index(">")]) + element[
-        element.index(">") :
-    ].replace("xlink:href", "href")
+    head = re.sub(r' (xmlns(:\w+)?|version|width|height)="[^"]*"', "", element[:begin])
+    return f'{head} role="img"' + element[begin:].replace("xlink:href", "href")
 
 
 def _draw_budget(line: Callable[..., Any], budget: int, scale: float, shown: tuple[float, float]) -> None:

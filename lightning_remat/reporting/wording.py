@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_remat.reporting.facts import ModuleRow, PeakPlace, PlanFacts
+from lightning_remat.reporting.facts import ModuleRow, PlanFacts
+from lightning_remat.reporting.places import PeakPlace
 from lightning_remat.reporting.text import format_seconds, format_size, three_digits
 
 NOT_MEASURED = "not measured yet"

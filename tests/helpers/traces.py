@@ -265,7 +265,7 @@ def front_by_hand(trace: Trace) -> tuple[Candidate, ...]:
 
         return drop_where(trace, wanted)
 
-    plans = [plan(0, k) for k in range(count)] + [plan(k, count) for k in range(1, count)]
+    plans = [plan(0, k) for k in range(max(count, 1))] + [plan(k, count) for k in range(1, count)]
     front: list[Candidate] = []
     for found in sorted((judged(trace, p) for p in plans), key=lambda c: (c.peak_bytes, c.extra_seconds)):
         if not front or found.extra_seconds < front[-1].extra_seconds:

@@ -83,13 +83,18 @@ class Planner:
             found = self.tried[key] = judged(self.trace, key)
         return found
 
-    def within(self, budget: int) -> Candidate | None:
-        """The best plan whose peak is at most ``budget`` bytes above static memory; None if none was found."""
+    def within(self, budget: int, rough: bool = False) -> Candidate | None:
+        """The best plan whose peak is at most ``budget`` bytes above static memory; None if none was found.
+
+        Args:
+            budget: bytes.
+            rough: take what the search finds, unpolished.
+        """
         if self.plain.peak_bytes <= budget:
             return self.plain
         best = self._best_tried(budget)
         target = float(budget)
-        for _ in range(5):
+        for _ in range(2 if rough else 5):
             drop = self.search.best(target)
             if drop is None:
                 break
@@ -101,9 +106,7 @@ class Planner:
                 break
             # The search does not see everything that the simulator does: aim lower, or higher.
             target += slack if slack < 0 else slack / 2
-        if best is None:
-            return None
-        return self.polish(best, budget)
+        return best if best is None or rough else self.polish(best, budget)
 
     def _best_tried(self, budget: int) -> Candidate | None:
         fitting = [c for c in self.tried.values() if c.peak_bytes <= budget]
@@ -138,11 +141,11 @@ class Planner:
                 high = middle
         return min(self.tried.values(), key=lambda c: (c.peak_bytes, c.extra_seconds))
 
-    def front(self, count: int = 16) -> tuple[Candidate, ...]:
+    def front(self, count: int = 10) -> tuple[Candidate, ...]:
         """Candidates of which none is better than another in both respects, by rising peak."""
         smallest = self.smallest().peak_bytes
         for i in range(1, count):
-            self.within(smallest + (self.plain.peak_bytes - smallest) * i // count)
+            self.within(smallest + (self.plain.peak_bytes - smallest) * i // count, rough=True)
         return pareto(self.tried.values())
 
 

@@ -81,7 +81,7 @@ def layout_of(trace: Trace) -> Layout:
             run[a] = e
             current = a
         elif kind == SAVE:
-            slot_op[a], slot_value[a] = current, b
+            slot_op[a], slot_value[a] = trace.saver(a, current), b
         elif kind == NEED:
             turn = min(turn, e)
             if slot_op[a] >= 0:

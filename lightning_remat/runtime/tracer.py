@@ -68,7 +68,7 @@ class Tracer:
     def trace(self) -> Trace:
         """The trace, once the count has ended."""
         tape = self.tape
-        tape.price()
+        tape.finish()
         trace = tape.trace
         raw = tape.raw[: self.recorder.marks]
         levels, tops, seconds = _between_marks(self.recorder, len(raw))

@@ -26,6 +26,7 @@ from lightning_remat.engine.values import Blank, Op, Value
 from lightning_remat.planning.trace import FREE, NEED, OTHER, RELEASE, RUN, SAVE, Event, Trace, TraceOp
 
 _grad_enabled = torch.is_grad_enabled
+_next_number = torch._C._autograd._get_sequence_nr
 
 
 class Slot:
@@ -93,6 +94,8 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         self._of_op: dict[int, int] = {}  # the tape's op -> ours
         self._samples: dict[Any, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
         self._signatures: list[Any] = []
+        self._nodes: dict[int, int] = {}  # number of an autograd node -> the op that it belongs to
+        self._saved_by: list[int] = []  # for each slot, such a number
         self.observers.append(_Listener(self))
         self._wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
 
@@ -131,6 +134,8 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         signature = (func, tuple([(tuple(t.shape), t.dtype) for t in flat]))
         self._signatures.append(signature)
         self._event(RUN, o)
+        # The node of this op, if it has one, took the last number that was given out.
+        self._nodes.setdefault(_next_number(), o)
         self._last = None
         self._moving = rule.moves
         self._wait()
@@ -237,6 +242,7 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         slot = Slot(self.trace.slots, packed)
         self.trace.slots += 1
         self._event(SAVE, slot.number, value)
+        self._saved_by.append(_next_number())
         self.open_slots[weakref(slot, self._released)] = slot.number
         return slot
 
@@ -271,8 +277,9 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         self._last = None
         self._mark = lambda: None
 
-    def price(self) -> None:
-        """Give every op its time: over all ops of its kind and shapes, the replays' median, or that of forward."""
+    def finish(self) -> None:
+        """Say whose node saved what, and give every op its time: over all ops of its kind and shapes, the replays' median, or that of forward."""
+        self.trace.savers = [self._nodes.get(number, -1) for number in self._saved_by]
         for entry, signature in zip(self.trace.ops, self._signatures, strict=True):
             first, again = self._samples[signature]
             entry.seconds = median(again or first)

@@ -13,8 +13,8 @@ from lightning_remat.errors import BudgetError
 from lightning_remat.planning.plan import Candidate, PlanResult, judged
 from lightning_remat.planning.search import Search
 from lightning_remat.planning.simulator import simulate
-from lightning_remat.sizes import format_bytes
 from lightning_remat.planning.trace import OTHER, Trace
+from lightning_remat.sizes import format_bytes
 
 
 class Planner:

@@ -224,10 +224,12 @@ class Segment:
             )
         slots: dict[int, int] = {}
         self.forward = self._events(layout, trace.events[start:end], first, values, slots)
-        self.forward += [(FREE, values[a], 0) for k, a, _ in trace.events[end : layout.turn] if k == FREE and a in values]
+        self.forward += [
+            (FREE, values[a], 0) for k, a, _ in trace.events[end : layout.turn] if k == FREE and a in values
+        ]
         # What crosses the border is held for those who read it, until backward comes back from there.
         held = [(slots.setdefault(-1 - o, len(slots)), v) for o in sorted(self.kept) for v in ops[o].outputs]
-        self.forward = [(SAVE, slot, v) for slot, v in held]  + self.forward
+        self.forward = [(SAVE, slot, v) for slot, v in held] + self.forward
         self.backward = [(RELEASE, slot, 0) for slot, _ in held]
         self.backward += self._events(layout, trace.events[turn:stop], first, values, slots)
         numbers = sorted(values, key=values.__getitem__)
@@ -312,10 +314,6 @@ def pruned(items: list[Item]) -> list[Item]:
     """Without those that another one beats in every respect."""
     found: list[Item] = []
     for item in sorted(items, key=lambda i: (i.seconds, i.kept, i.backward)):
-        if not any(
-            i.kept <= item.kept and i.forward <= item.forward and i.backward <= item.backward for i in found
-        ):
+        if not any(i.kept <= item.kept and i.forward <= item.forward and i.backward <= item.backward for i in found):
             found.append(item)
     return found
-
-

@@ -79,7 +79,8 @@ class Simulator:
         """Through all events."""
         levels: list[int] = []
         tops: list[int] = []
-        for self.now, (kind, a, b) in enumerate(self.trace.events):
+        for now, (kind, a, b) in enumerate(self.trace.events):
+            self.now = now
             self.top = self.live
             self.step(kind, a, b)
             if timeline:

@@ -9,20 +9,20 @@ A simulation of that plan therefore agrees with the measured step at every event
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence, Set
 
 import torch
 
 from lightning_remat.engine.ledger import Ledger
-from lightning_remat.engine.plain import watch_backward
 from lightning_remat.engine.replay import Clock
 from lightning_remat.planning.simulator import Simulator
 from lightning_remat.planning.trace import FREE, NEED, NEVER, OTHER, RUN, SAVE, Event, Trace
+from lightning_remat.runtime.measuring import StepWatch
 from lightning_remat.runtime.memory import PeakResult, Recorder
 from lightning_remat.runtime.tracing import TracingTape
 
 
-class Tracer:
+class Tracer(StepWatch):
     """One traced step, from the moment before it begins to the end of its backward.
 
     Args:
@@ -30,34 +30,28 @@ class Tracer:
         ledger: the books of the step.
         device: where memory is counted.
         keeps: see :class:`~lightning_remat.runtime.tracing.TracingTape`.
+        never: names of ops whose results are always kept.
     """
 
-    def __init__(self, clock: Clock, ledger: Ledger, device: torch.device, keeps: frozenset[str] = frozenset()) -> None:
-        self.recorder = Recorder(device)
-        self.tape = TracingTape(clock, ledger, self.recorder.mark, keeps)
+    def __init__(
+        self,
+        clock: Clock,
+        ledger: Ledger,
+        device: torch.device,
+        keeps: frozenset[str] = frozenset(),
+        never: Set[str] = frozenset(),
+    ) -> None:
+        super().__init__(device)
+        self.tape = TracingTape(clock, ledger, self.recorder.mark, keeps, never)
         self.tape.trace.device = device.type
-        self.running = False
-        self.step_over = False
-        self._unwatch: Callable[[], None] = lambda: None
-
-    def start(self) -> None:
-        """Begin to count."""
-        self.recorder.start()
-        self.running = True
-        self._unwatch = watch_backward(self._backward_ended)
 
     def stop(self) -> None:
         """End the count; safe to repeat."""
-        if self.running:
-            self.running = False
-            self._unwatch()
-            self.recorder.stop()
-            self.tape.close()
+        super().stop()
+        self.tape.close()
 
-    def _backward_ended(self) -> None:
-        # Not from inside the engine: there the profiler cannot be switched off for the thread that called.
-        if self.step_over and not self.tape.open_slots:
-            self.stop()
+    def _is_over(self) -> bool:
+        return not self.tape.open_slots
 
     def measured(self) -> PeakResult:
         """What was allocated in the step."""

@@ -111,7 +111,7 @@ class Regions:
         return sum(part.calls for part in self.parts)
 
     def discard(self) -> None:
-        """Let go of the modules: hooks and parts hold each other, and would live on until the garbage collector comes."""
+        """Let go of the modules; hooks and parts hold each other, and would wait for the garbage collector."""
         for part in self.parts:
             part.hooks = None
 

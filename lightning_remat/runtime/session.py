@@ -40,7 +40,7 @@ from lightning_remat.engine.tape import Tape
 from lightning_remat.engine.transforms import transforms_allowed
 from lightning_remat.engine.verify import Verifier
 from lightning_remat.errors import ConfigurationError
-from lightning_remat.planning.planfile import PlanFile
+from lightning_remat.planning.planfile import PlanFile, plan_path
 from lightning_remat.runtime import from_file, known, measuring, memory, pilot, static, tracer, tracing
 from lightning_remat.runtime.binding import Binding
 from lightning_remat.runtime.discovery import Discovery
@@ -120,6 +120,8 @@ class Remat:
     ) -> None:
         self._options = {"budget": budget, "blocks": blocks, "offload": offload, "verify": verify, "policy": policy}
         self._settings = checked(policy, budget, blocks, offload, verify)
+        if self._settings.plan_path is not None:
+            self._options["policy"] = os.path.abspath(self._settings.plan_path)  # for a copy in another folder
         self._policy = self._settings.policy
         self._blocks_option = blocks
         self._kept_ops: set[str] = set()
@@ -146,8 +148,8 @@ class Remat:
     def _new_pilot(self) -> Pilot | FilePilot | None:
         settings = self._settings
         pilot: Pilot | FilePilot
-        if settings.plan_path is not None:
-            pilot = FilePilot(settings.plan_path, self._clock)
+        if settings.plan_path is not None and settings.plan is not None:
+            pilot = FilePilot(settings.plan_path, settings.plan, self._clock)
         elif settings.budget is not None:
             pilot = Pilot(settings.budget, self._clock, self._modules)
         else:
@@ -202,9 +204,14 @@ class Remat:
         """Write the plan for the largest step so far to a JSON file, for ``policy="..."`` in another run.
 
         Raises:
-            ConfigurationError: there is no plan: no budget was given, or the second step has not begun.
-            OSError: the file cannot be written; one that is there already stays as it is.
+            ConfigurationError: there is no plan: no budget was given, or the second step has not begun. Or the path
+                does not end in ``.json``, by which ``policy=`` knows a plan file.
+            PlanFileError: the file cannot be written; one that is there already stays as it is.
         """
+        if plan_path(path) is None:
+            raise ConfigurationError(
+                f"save_plan({str(path)!r}): policy= knows a plan file by its ending; give a name that ends in .json."
+            )
         if self.plan is None:
             raise ConfigurationError(
                 f"save_plan({str(path)!r}): there is no plan. It takes policy='auto' with a budget, and is made when "

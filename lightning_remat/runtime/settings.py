@@ -11,7 +11,7 @@ from lightning_remat.engine.blocks import check_blocks_option
 from lightning_remat.engine.policies import KEEP_ALL, LEAN, SELECTIVE, Policy, parse_policy
 from lightning_remat.engine.rules import Rule
 from lightning_remat.errors import ConfigurationError
-from lightning_remat.planning.planfile import plan_path
+from lightning_remat.planning.planfile import PlanFile, plan_path
 from lightning_remat.sizes import parse_budget
 
 
@@ -24,12 +24,14 @@ class Settings:
         auto: it was chosen by ``"auto"``.
         budget: bytes, a share of the device's memory, or None.
         plan_path: the plan file, or None.
+        plan: what it holds.
     """
 
     policy: Policy
     auto: bool
     budget: int | float | None
     plan_path: str | None
+    plan: PlanFile | None
 
 
 def checked(policy: Any, budget: Any, blocks: Any, offload: Any, verify: Any) -> Settings:
@@ -37,6 +39,7 @@ def checked(policy: Any, budget: Any, blocks: Any, offload: Any, verify: Any) ->
 
     Raises:
         ConfigurationError: an option that cannot work.
+        PlanFileError: a plan file that cannot be read.
     """
     size = parse_budget(budget)
     if offload is not None:
@@ -62,7 +65,7 @@ def checked(policy: Any, budget: Any, blocks: Any, offload: Any, verify: Any) ->
     if parsed.ask is not None and blocks is not None:
         # Naming blocks asks for their borders; without them a function over ops decides about everything.
         parsed = replace(parsed, segment=1)
-    return Settings(parsed, auto, size, path)
+    return Settings(parsed, auto, size, path, PlanFile.load(path) if path is not None else None)
 
 
 def table_for(kept: Set[str], policy: Policy) -> ActionTable:

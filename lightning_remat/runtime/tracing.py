@@ -103,6 +103,7 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         self._signatures: list[Any] = []
         self._nodes: dict[int, int] = {}  # number of an autograd node -> the op that it belongs to
         self._saved_by: list[int] = []  # for each slot, such a number
+        self._slot_values: list[int] = []  # for each slot, its value
         self.observers.append(_Listener(self))
         self._wait: Callable[[], None] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
 
@@ -254,6 +255,7 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         self.trace.slots += 1
         self._event(SAVE, slot.number, value)
         self._saved_by.append(_next_number())
+        self._slot_values.append(value)
         self.open_slots[weakref(slot, self._released)] = slot.number
         return slot
 
@@ -281,6 +283,24 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
             self._samples[self._signatures[o]][1].append(seconds)
 
     # ------------------------------------------------------------------ the end
+
+    def clear(self) -> None:
+        """The step has been left. What nobody's backward can ask for is no value any more, although the user may hold it.
+
+        That is the loss, most of all: as a value it would hold the ops that made it, and all that they read.
+        """
+        needed: set[int] = set()
+        stack = [self._slot_values[slot] for slot in self.open_slots.values()]
+        while stack:
+            value = stack.pop()
+            if value not in needed:
+                needed.add(value)
+                stack += self.trace.ops[self.trace.makers[value]].inputs
+        for key, value in list(self._values.items()):
+            if value not in needed:
+                del self._values[key]
+                self._event(FREE, value)
+        super().clear()
 
     def close(self) -> None:
         """Hold on to nothing of the step any more."""

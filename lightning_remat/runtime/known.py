@@ -33,6 +33,7 @@ class Known:
         trace: as measured, or rescaled from another shape.
         functions: overload of each op.
         traced: the trace was measured.
+        renewed: the gradients that are there when such a step begins go before its backward.
         passes: how many backward passes such a step has.
         sequence: the trace's fingerprint.
         script: instructions of the plan in force.
@@ -55,6 +56,7 @@ class Known:
     functions: Sequence[Any]
     traced: bool = True
     passes: int = 1
+    renewed: bool = False
     sequence: str = ""
     script: Script = field(default_factory=list)
     lean: Script = field(default_factory=list)
@@ -154,9 +156,11 @@ class KnownSteps:
         """The entry for a step that began like ``known`` and has another op (name) or size at ``position``."""
         return self._turns.get((known.number, position, what))
 
-    def add(self, accumulating: bool, trace: Trace, functions: Sequence[Any], passes: int) -> bool:
+    def add(
+        self, accumulating: bool, trace: Trace, functions: Sequence[Any], passes: int, renewed: bool = False
+    ) -> bool:
         """A traced step; False if there is one like it already."""
-        new = Known(len(self.all), trace, functions, passes=passes)
+        new = Known(len(self.all), trace, functions, passes=passes, renewed=renewed)
         at = self.roots.setdefault(accumulating, new)
         while at is not new:
             turn = _difference(at.trace, new.trace)
@@ -185,6 +189,7 @@ class KnownSteps:
             base.functions,
             traced=False,
             passes=base.passes,
+            renewed=base.renewed,
             sequence=base.sequence,
             like=tuple([c.drop for c in base.result.front]) if base.result is not None else (),
         )

@@ -30,8 +30,8 @@ from lightning_remat.planning.planner import Planner
 from lightning_remat.runtime.known import Known, KnownSteps
 from lightning_remat.runtime.measuring import Measurement, StepWatch
 from lightning_remat.runtime.memory import ProfilerBusy
-from lightning_remat.runtime.saying import warn
-from lightning_remat.runtime.static import Optimizers, device_of, has_gradients, static_parts
+from lightning_remat.runtime.saying import in_words, warn
+from lightning_remat.runtime.static import Optimizers, device_of, gradients_of, has_gradients, static_parts
 from lightning_remat.runtime.tracer import Tracer
 from lightning_remat.sizes import device_memory, format_bytes
 
@@ -196,7 +196,7 @@ class Pilot:
             return None
         ledger = Ledger(self.modules)
         keeps: frozenset[str] = frozenset() if has_borders else frozenset({"expensive"})
-        tracer = Tracer(self.clock, ledger, device, keeps, self.tape.kept)
+        tracer = Tracer(self.clock, ledger, device, keeps, self.tape.kept, gradients_of(roots))
         try:
             tracer.start()
         except ProfilerBusy:
@@ -242,7 +242,7 @@ class Pilot:
         if not tracer.complete:
             # No backward (yet), or somebody else's profiler came in between.
             self._no_backward += not (tracer.passes or tracer.failed)
-            if self._no_backward == 3:
+            if self._no_backward == 3 and not self.known.roots:
                 self._say(
                     "backward",
                     "no backward was seen of 3 traced steps (it may run on another thread), so that there is no plan. "
@@ -250,7 +250,8 @@ class Pilot:
                 )
             self._pause = 0 if self._no_backward < 3 else 2 ** min(self._no_backward - 2, 7)
             return
-        if self.known.add(self._accumulating, tracer.trace(), tracer.tape.functions, tracer.passes):
+        functions = tracer.tape.functions
+        if self.known.add(self._accumulating, tracer.trace(), functions, tracer.passes, tracer.renewed):
             self._to_trace = self._in_vain = 0
         elif self._to_trace:
             self._to_trace -= 1
@@ -279,6 +280,8 @@ class Pilot:
         device = device_of(roots)
         if known.result is None or (self.optimizers.watching and known.steps != self.optimizers.steps):
             parts = static_parts(roots, self.optimizers.of(roots), device)
+            if known.renewed and device.type == "cpu":
+                parts["gradients"] = 0  # on CUDA the count sees them go; here, only the new ones come
             if known.result is None or self._moved(known, sum(parts.values())):
                 self._plan(known, sum(parts.values()), parts, self._budget_on(device))
             if known.result is None:
@@ -311,8 +314,9 @@ class Pilot:
             # A fault of ours, and no reason to lose somebody's training.
             self._give_up("planner", f"no plan could be made ({error!r}; please report this)")
             return
-        known.follow(result.with_budget(budget), static, parts)
-        log.info(self._in_words(known.result))
+        result = result.with_budget(budget)
+        known.follow(result, static, parts)
+        log.info(in_words(result))
 
     def _searched(self, known: Known, room: int, static: int, parts: dict[str, int]) -> PlanResult:
         planner = known.planner = known.planner or Planner(known.trace)
@@ -343,16 +347,9 @@ class Pilot:
         """The plan for the largest step, in words."""
         if self.given_up:
             return f"budget {self._budget_text()}: no plan can be followed"
-        return self._in_words(self.result)
-
-    def _in_words(self, result: PlanResult | None) -> str:
-        if result is None:
+        if self.result is None:
             return f"budget {self._budget_text()}: the first step runs lean and is traced"
-        dropped = sum(result.chosen.drop)
-        return (
-            f"budget {format_bytes(result.budget_bytes)}: predicted peak {format_bytes(result.peak_bytes)}, "
-            f"{dropped} of {len(result.trace.ops)} ops run again, {result.chosen.extra_seconds * 1e3:.1f} ms a step"
-        )
+        return in_words(self.result)
 
     def _budget_text(self) -> str:
         return format_bytes(self.budget) if isinstance(self.budget, int) else f"{self.budget:.0%} of the device"

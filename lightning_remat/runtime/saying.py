@@ -1,4 +1,4 @@
-"""Warnings that point at the user's own line, wherever in a step the reason for them is found."""
+"""Saying things: a plan in a line, and warnings that point at the user's own line, wherever in a step they arise."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import warnings
 from pathlib import Path
 
 import torch
+
+from lightning_remat.planning.plan import PlanResult
+from lightning_remat.sizes import format_bytes
 
 _ON_THE_WAY = tuple([str(Path(file).parent) for file in (str(torch.__file__), str(Path(__file__).parent))])
 
@@ -19,3 +22,12 @@ def warn(text: str) -> None:
         frame = frame.f_back
         level += 1
     warnings.warn(text, stacklevel=level)
+
+
+def in_words(result: PlanResult) -> str:
+    """A plan in one line."""
+    dropped = sum(result.chosen.drop)
+    return (
+        f"budget {format_bytes(result.budget_bytes)}: predicted peak {format_bytes(result.peak_bytes)}, "
+        f"{dropped} of {len(result.trace.ops)} ops run again, {result.chosen.extra_seconds * 1e3:.1f} ms a step"
+    )

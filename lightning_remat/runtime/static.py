@@ -109,6 +109,11 @@ def has_gradients(roots: Iterable[nn.Module]) -> bool:
     return any(p.grad is not None for root in roots for p in root.parameters())
 
 
+def gradients_of(roots: Iterable[nn.Module]) -> list[Tensor]:
+    """All gradients that are there."""
+    return [p.grad for root in roots for p in root.parameters() if p.grad is not None]
+
+
 def device_of(roots: Iterable[nn.Module]) -> torch.device:
     """Where the first parameter lives; without any, the CUDA device in use, or the CPU."""
     for root in roots:

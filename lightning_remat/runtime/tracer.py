@@ -9,9 +9,11 @@ A simulation of that plan therefore agrees with the measured step at every event
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
+from weakref import ref as weakref
 
 import torch
+from torch import Tensor
 
 from lightning_remat.engine.ledger import Ledger
 from lightning_remat.engine.replay import Clock
@@ -31,6 +33,11 @@ class Tracer(StepWatch):
         device: where memory is counted.
         keeps: see :class:`~lightning_remat.runtime.tracing.TracingTape`.
         never: names of ops whose results are always kept.
+        gradients: what is there when the step begins.
+
+    Attributes:
+        renewed: when backward had run, none of those gradients was there any more: they were set to None between
+            forward and backward, as Lightning does.
     """
 
     def __init__(
@@ -40,8 +47,11 @@ class Tracer(StepWatch):
         device: torch.device,
         keeps: frozenset[str] = frozenset(),
         never: Set[str] = frozenset(),
+        gradients: Iterable[Tensor] = (),
     ) -> None:
         super().__init__(device)
+        self.renewed = False
+        self._gradients = [weakref(gradient) for gradient in gradients]
         self.tape = TracingTape(clock, ledger, self.recorder.mark, keeps, never)
         self.tape.trace.device = device.type
 
@@ -49,6 +59,12 @@ class Tracer(StepWatch):
         """End the count; safe to repeat."""
         super().stop()
         self.tape.close()
+
+    def _backward_ended(self, whole: bool) -> None:
+        super()._backward_ended(whole)
+        if self.passes == 1 and self._gradients:
+            self.renewed = all(gradient() is None for gradient in self._gradients)
+            self._gradients = []
 
     def _is_over(self) -> bool:
         return not self.tape.open_slots

@@ -19,7 +19,7 @@ from tests.helpers.training import Lit, Net, Result, regression, train, trainer_
 from tests.integrations.test_training import Adversaries, Manual, Scheduled, Searching, Skipping
 
 PLENTY = "1GiB"
-SCARCE = 110_000
+SCARCE = 95_000
 NOTHING = 1
 
 pytestmark = [

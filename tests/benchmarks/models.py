@@ -210,7 +210,7 @@ def buffers_restored(model: nn.Module) -> Iterator[None]:
 
 
 def outcome(variant: Variant, model: nn.Module, batch: Any) -> dict[str, list[Tensor]]:
-    """What a step from a fixed seed leaves behind, by kind. The model is left without gradients, its buffers as before."""
+    """What a step from a fixed seed leaves behind, by kind. The model ends without gradients, its buffers as before."""
     torch.manual_seed(1)
     with buffers_restored(model), variant.installed():
         loss = variant.forward(model, batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,10 @@ def _table(title: str, model: str, shape: Shape, results: dict[str, Any]) -> Tab
 
 def _times(row: Row, suffix: str = "of_plain") -> str:
     return f"{row[f'processor_{suffix}']:.2f} ({row[f'wall_{suffix}']:.2f})"
+
+
+def _of_compiled(row: Row) -> str:
+    return f"{row['peak_of_compiled']:.3f}, {row['processor_of_compiled']:.2f}" if "peak_of_compiled" in row else ""
 
 
 def _same(row: Row) -> str:
@@ -71,7 +76,14 @@ def peers_table(model: str, shape: Shape, results: dict[str, Any]) -> Table:
     """One line for each peer, with ours at its peak beside it."""
     table = _table("Peers, and ours at the peak of each", model, shape, results)
     table.add_column("variant", no_wrap=True)
-    for header in ("peak,\nMiB", "peak of\nplain", "time of\nplain", "of com-\npiled", "ours:\npeak", "ours:\ntime"):
+    for header in (
+        "peak,\nMiB",
+        "peak of\nplain",
+        "time of\nplain",
+        "of compiled:\npeak, time",
+        "ours:\npeak",
+        "ours:\ntime",
+    ):
         table.add_column(header, justify="right", no_wrap=True)
     table.add_column("ours no\nslower", no_wrap=True)
     table.add_column("results,\nagainst plain")
@@ -83,7 +95,7 @@ def peers_table(model: str, shape: Shape, results: dict[str, Any]) -> Table:
             f"{row['peak_bytes'] / MIB:.1f}",
             f"{row['peak_of_plain']:.3f}",
             _times(row),
-            f"{row['processor_of_compiled']:.2f}" if "processor_of_compiled" in row else "",
+            _of_compiled(row),
             f"{ours['peak_of_plain']:.3f}" if ours else "",
             _times(ours) if ours else "",
             verdict(row, ours) if peer else "",
@@ -135,7 +147,7 @@ def grid_verdict(results: dict[str, Any]) -> list[str]:
     rows, plain = results["ours"], results["plain"]["peak_bytes"]
     over = [row for row in rows if row["peak_bytes"] > row["allowed_bytes"]]
     above = [row for row in rows if row["peak_bytes"] > plain]
-    steps = list(zip(rows, rows[1:], strict=False))
+    steps = list(pairwise(rows))
     peak_up = [b for a, b in steps if b["peak_bytes"] > a["peak_bytes"]]
     time_down = [b for a, b in steps if b["processor_s"] < a["processor_s"] * (1 - NOISE)]
 

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -96,12 +97,12 @@ def selective(yard: Yard) -> list[Variant]:
 
 
 def segments(yard: Yard) -> list[Variant]:
-    """About sqrt(N) segments of consecutive blocks, all but the last checkpointed, as `checkpoint_sequential` has it."""
+    """About sqrt(N) segments of consecutive blocks; as in `checkpoint_sequential`, the last is not checkpointed."""
     blocks = yard.blocks
     count = max(2, round(math.sqrt(len(blocks))))
     bounds = [round(i * len(blocks) / count) for i in range(count + 1)]
     replacements: list[Replacement] = []
-    for first, last in zip(bounds[:-2], bounds[1:-1], strict=True):
+    for first, last in pairwise(bounds[:-1]):
         chain = [block.forward for block in blocks[first:last]]
         replacements.append((blocks[first], "forward", _checkpointed(functools.partial(_in_turn, chain))))
         # The first one has done the work of the others.

@@ -142,11 +142,12 @@ def _text(shape: Shape) -> dict[str, Any]:
 
 
 YARDS: dict[str, tuple[Callable[[Shape], Yard], Shape]] = {
-    "gpt": (gpt, Shape(blocks=12, width=256, context=256, batch=4)),
-    "llama": (llama, Shape(blocks=12, width=256, context=256, batch=4, dropout=0)),
-    "gpt2": (gpt2, Shape(blocks=12, width=256, context=256, batch=3)),
-    "resnet": (resnet, Shape(blocks=16, width=32, context=96, batch=8, dropout=0)),
+    "gpt": (gpt, Shape(blocks=8, width=256, context=256, batch=4)),
+    "llama": (llama, Shape(blocks=8, width=256, context=256, batch=4, dropout=0)),
+    "gpt2": (gpt2, Shape(blocks=8, width=256, context=256, batch=3)),
+    "resnet": (resnet, Shape(blocks=16, width=32, context=128, batch=8, dropout=0)),
 }
+"""By name: how to build it, and sizes at which a plain step takes a few tenths of a second on one core."""
 
 
 def build(name: str, **sizes: int | None) -> Yard:

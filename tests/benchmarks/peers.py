@@ -23,14 +23,12 @@ import torch
 import typer
 from models import PLAIN, Variant, differences, environment, outcome
 from peers_report import grid_table, grid_verdict, notes_below, peers_table, plot
-from planned import Planned, ours_at, predicted_peak, settled, step_peak
+from planned import NoPlan, Planned, ours_at, predicted_peak, settled, step_peak
 from rich.console import Console
 from rivals import NotHere, annotated, per_block, segments, selective, switch
 from rivals_planned import COMPILED_PLAIN, Compiled, compiled, knapsack
 from rounds import Seconds, interleaved
 from yards import YARDS, Yard, build
-
-from lightning_remat.errors import RematError
 
 WIDTH = 160
 """Of the tables where the output goes to a file or a pipe, which have no width of their own."""
@@ -104,7 +102,7 @@ def compare(yard: Yard, rounds: int, in_a_row: int, with_compiler: bool) -> dict
             variant = ours_at(yard.model, peaks[peer.name])
             try:
                 different[variant.name] = settled(variant, yard, expected)
-            except RematError as error:
+            except NoPlan as error:
                 yard.model.zero_grad()
                 notes.append(f"{variant.name} ({peer.name}): {_first_line(error)}")
                 continue
@@ -145,7 +143,7 @@ def grid(yard: Yard, rounds: int, in_a_row: int, step: float) -> dict[str, Any]:
         variant = ours_at(yard.model, round(share * plain_peak))
         try:
             different[variant.name] = settled(variant, yard, expected)
-        except RematError as error:
+        except NoPlan as error:
             yard.model.zero_grad()
             notes.append(f"no plan at {share:.0%}: {_first_line(error)}")
             break

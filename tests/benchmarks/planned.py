@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ def ours_at(model: nn.Module, step_peak: int) -> Planned:
     """
     engine = Remat(policy="auto", budget=static_bytes(model) + step_peak)
     around: Callable[[], AbstractContextManager[Any]] = lambda: engine  # noqa: E731 - a field, not a function's name
-    return Planned(name=f"ours at {step_peak / 2**20:.1f} MiB", around=around, engine=engine, step_peak=step_peak)
+    return Planned(name=f"ours at {step_peak:,} bytes", around=around, engine=engine, step_peak=step_peak)
 
 
 def static_bytes(model: nn.Module) -> int:
@@ -47,13 +48,28 @@ def static_bytes(model: nn.Module) -> int:
 
 
 def predicted_peak(variant: Planned) -> int | None:
-    """What the plan in force was predicted to take in a step; None where no plan says."""
-    return None
+    """What the plan in force is predicted to take in a step; None where there is no plan."""
+    # No public name says so yet.
+    result = variant.engine._pilot.result
+    return None if result is None else result.chosen.peak_bytes
+
+
+class NoPlan(Exception):
+    """Nothing fits; the text says how much the leanest plan would need."""
 
 
 def settled(variant: Planned, yard: Yard, expected: dict[str, list[torch.Tensor]]) -> list[str]:
-    """Run the first steps of ours; returns the kinds in which any of them differs from plain."""
-    different = [differences(expected, outcome(variant, yard.model, yard.batch)) for _ in range(STEPS_TO_SETTLE)]
+    """Run the first steps of ours; returns the kinds in which any of them differs from plain.
+
+    Raises:
+        NoPlan: The budget is too small. Training would go on under the plan with the smallest peak.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="policy='auto'")
+        different = [differences(expected, outcome(variant, yard.model, yard.batch)) for _ in range(STEPS_TO_SETTLE)]
+    predicted = predicted_peak(variant)
+    if predicted is not None and predicted > variant.step_peak:
+        raise NoPlan(f"the leanest plan needs {predicted / 2**20:.1f} MiB")
     return sorted({kind for kinds in different for kind in kinds})
 
 

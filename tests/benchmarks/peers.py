@@ -6,7 +6,8 @@
 What every peer takes at its peak is measured first. Then ours is given a budget of that many bytes and planned for it,
 and all are timed in one run: in each round every variant has a turn, in an order that rotates. Figures are medians.
 Each variant's loss, gradients, buffers and random state are compared with plain's, bit for bit; where they are not
-equal, the table says so. A peer whose package is not installed, or which the model does not admit, is named below it.
+equal, the table says so. A peer whose package is not installed, or which the model does not admit, is named below it
+(``pip install torch-remat``; ``pip install --pre --no-deps ckptplan``; `torch.compile` needs a C++ compiler).
 
 ``--grid`` looks at ours alone: budgets from plain's peak downwards, what was predicted and what was measured.
 """

@@ -111,7 +111,10 @@ def compare(yard: Yard, rounds: int, in_a_row: int, with_compiler: bool) -> dict
             ours.append(variant)
         ours_for[peer.name] = ours[-1].name
 
-    everyone = [PLAIN, *usable, *ours]
+    # What is compared has its turns next to each other, so that a machine that others use does not take sides.
+    everyone = [PLAIN]
+    for peer in usable:
+        everyone += [peer, *(v for v in ours if v.name == ours_for.get(peer.name) and v not in everyone)]
     times = interleaved(everyone, yard.model, yard.batch, rounds, in_a_row, warm_up=1)
     for variant in ours:  # a plan may have been corrected meanwhile
         peaks[variant.name] = max(peaks[variant.name], step_peak(variant, yard))

@@ -104,8 +104,10 @@ def gpt2(shape: Shape) -> Yard:
             eos_token_id=0,
         )
     )
+    # Attention with dropout has no fused kernel on a CPU, so that to save it is to save several T x T tensors a head.
     regions = {
-        "attention": ("attn",),
+        "attention's linears": ("attn.c_attn", "attn.c_proj"),
+        "all linears": ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"),
         "all linears and attention": ("attn", "mlp.c_fc", "mlp.c_proj"),
     }
     return Yard(

@@ -126,19 +126,14 @@ def find_cuts(layout: Layout, most: int) -> list[int]:
 
 
 def _narrow(cuts: list[int], crossing: np.ndarray) -> list[int]:
-    """Without places that are much wider than those around them: a border there would keep more than it is worth."""
-    while True:
-        sizes = [int(crossing[c]) for c in cuts]
-        wide = [
-            i
-            for i in range(len(cuts))
-            if any(sizes[i] > 1.5 * sizes[j] for j in (i - 1, i + 1) if 0 <= j < len(cuts))
-            and all(sizes[i] >= sizes[j] for j in (i - 1, i + 1) if 0 <= j < len(cuts))
-        ]
-        if not wide:
-            return cuts
-        gone = set(wide)
-        cuts = [c for i, c in enumerate(cuts) if i not in gone]
+    """Without places that are wider than some near them on either side: a border there would keep too much."""
+    sizes = [int(crossing[c]) for c in cuts]
+    found = []
+    for i, cut in enumerate(cuts):
+        before, after = sizes[max(0, i - 2) : i], sizes[i + 1 : i + 3]
+        if not (before and after and sizes[i] > 1.5 * max(min(before), min(after))):
+            found.append(cut)
+    return found
 
 
 def _ranges(layout: Layout, first: int, last: int) -> tuple[int, int, int, int]:

@@ -11,15 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from lightning_remat.errors import BudgetError
 from lightning_remat.planning.plan import Candidate, PlanResult, judged
 from lightning_remat.planning.polish import Polish
+from lightning_remat.planning.pricing import Pricing
 from lightning_remat.planning.search import Search
 from lightning_remat.planning.simulator import simulate
 from lightning_remat.planning.trace import OTHER, Trace
 from lightning_remat.sizes import format_bytes
-
-def _patience(trace: Trace) -> float:
-    """Seconds of polishing: little beside what a plan is used for, and enough for small traces to try all pairs."""
-    return max(0.2, 2e-4 * len(trace.ops))
-
 
 class Planner:
     """Everything that can be said about one trace; asked for as many budgets as one likes.
@@ -32,6 +28,10 @@ class Planner:
         self.trace = trace
         self.plain = judged(trace, [False] * len(trace.ops))
         self.search = Search(trace)
+        # Plans to simulate in polishing: little beside what a plan is used for, and enough to try a lot on small traces.
+        self._events = max(1, len(trace.events))
+        self._patience = min(2500, max(40, 500_000 // self._events))
+        self._pricing = Pricing(self.search.layout, self.judge)
         graph = self.search.layout.graph
         self._polish = Polish(trace, self.judge, [o for o, droppable in enumerate(graph.droppable) if droppable])
         self.tried: dict[tuple[bool, ...], Candidate] = {self.plain.drop: self.plain}
@@ -112,9 +112,14 @@ class Planner:
                 break
             # The search does not see everything that the simulator does: aim lower, or higher.
             target += slack if slack < 0 else slack / 2
-        if best is None or rough:
+        if rough:
             return best
-        return self._polish.within(best, budget, _patience(self.trace))
+        priced = self._pricing.search(budget, min(60, 200_000 // self._events))
+        if priced is not None and (best is None or priced.extra_seconds < best.extra_seconds):
+            best = priced
+        if best is None:
+            return None
+        return self._polish.within(best, budget, self._patience)
 
     def _best_tried(self, budget: int) -> Candidate | None:
         fitting = [c for c in self.tried.values() if c.peak_bytes <= budget]
@@ -132,7 +137,7 @@ class Planner:
                 self.judge(drop)
                 high = middle
         best = min(self.tried.values(), key=lambda c: (c.peak_bytes, c.extra_seconds))
-        return self._polish.smaller(best, _patience(self.trace))
+        return self._polish.smaller(best, self._patience)
 
     def front(self, count: int = 10) -> tuple[Candidate, ...]:
         """Candidates of which none is better than another in both respects, by rising peak."""

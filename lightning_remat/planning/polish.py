@@ -1,18 +1,23 @@
 """Local search: small changes to a plan, each judged by the simulator.
 
 The search over segments does not see everything: skip connections that cross many borders, memory that one op frees for
-another. What it leaves is found by trying: keep one op that is dropped, drop one that is kept, exchange two.
+another. What it leaves is found by trying: keep one op that is dropped, drop one that is kept, exchange two; and where
+there is patience left, shake the plan and do the same again. (Iterated local search, with a seed of its own, so that
+the same trace gets the same plan.)
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence
-from time import perf_counter
 
 from lightning_remat.planning.plan import Candidate
 from lightning_remat.planning.trace import Trace
 
 Judge = Callable[[Sequence[bool]], Candidate]
+Rank = Callable[[Candidate], tuple[float, float, float]]
+
+_SHAKEN = 4  # ops that are turned over at a time
 
 
 class Polish:
@@ -21,54 +26,67 @@ class Polish:
     Args:
         trace: the step.
         judge: the simulator.
-        choices: ops that a plan decides about and that matter to it.
+        choices: ops that a plan decides about.
     """
 
     def __init__(self, trace: Trace, judge: Judge, choices: Sequence[int]) -> None:
         self.trace = trace
         self.judge = judge
         self.choices = list(choices)
+        self.left = 0
 
-    def within(self, candidate: Candidate, budget: int, seconds: float) -> Candidate:
-        """A plan that fits and takes at most as long.
+    def within(self, candidate: Candidate, budget: int, patience: int) -> Candidate:
+        """A plan that fits if the given one does, and takes at most as long.
 
         Args:
-            candidate: a plan that fits.
+            candidate: a plan.
             budget: bytes.
-            seconds: time to spend.
+            patience: plans to simulate.
         """
-        until = perf_counter() + seconds
 
-        def better(found: Candidate, best: Candidate) -> bool:
-            return found.peak_bytes <= budget and (
-                found.extra_seconds < best.extra_seconds
-                or (found.extra_seconds == best.extra_seconds and found.peak_bytes < best.peak_bytes)
-            )
+        def rank(c: Candidate) -> tuple[float, float, float]:
+            return max(0, c.peak_bytes - budget), c.extra_seconds, c.peak_bytes
 
-        return self._climb(candidate, better, until)
+        return self._search(candidate, rank, patience)
 
-    def smaller(self, candidate: Candidate, seconds: float) -> Candidate:
+    def smaller(self, candidate: Candidate, patience: int) -> Candidate:
         """A plan with at most its peak, whatever time it takes."""
-        until = perf_counter() + seconds
 
-        def better(found: Candidate, best: Candidate) -> bool:
-            return (found.peak_bytes, found.extra_seconds) < (best.peak_bytes, best.extra_seconds)
+        def rank(c: Candidate) -> tuple[float, float, float]:
+            return c.peak_bytes, c.extra_seconds, 0
 
-        return self._climb(candidate, better, until)
+        return self._search(candidate, rank, patience)
 
-    def _climb(self, best: Candidate, better: Callable[[Candidate, Candidate], bool], until: float) -> Candidate:
+    def _search(self, start: Candidate, rank: Rank, patience: int) -> Candidate:
+        self.left = patience
+        best = self._climb(start, rank)
+        dice = random.Random(0)
+        while self.left > 0 and self.choices:
+            drop = list(best.drop)
+            for o in dice.sample(self.choices, min(_SHAKEN, len(self.choices))):
+                drop[o] = not drop[o]
+            found = self._climb(self._try(drop), rank)
+            if rank(found) < rank(best):
+                best = found
+        return best
+
+    def _try(self, drop: Sequence[bool]) -> Candidate:
+        self.left -= 1
+        return self.judge(drop)
+
+    def _climb(self, best: Candidate, rank: Rank) -> Candidate:
+        worth = rank(best)
         while True:
             improved = False
             for change in self._changes(best):
-                if perf_counter() > until:
+                if self.left <= 0:
                     return best
                 drop = list(best.drop)
                 for o in change:
                     drop[o] = not drop[o]
-                found = self.judge(drop)
-                if better(found, best):
-                    best = found
-                    improved = True
+                found = self._try(drop)
+                if (now := rank(found)) < worth:
+                    best, worth, improved = found, now, True
                     break
             if not improved:
                 return best

@@ -46,7 +46,7 @@ class Layout:
         others: bytes of OTHER events so far, before each event and at the end.
         turn: first event in which backward asks for something.
         crossing: for each place between ops, bytes that are made before it and read after it.
-        last_reader: for each op, the last op that reads its outputs (itself if none does).
+        last_reader: for each op, the last op that may run again and reads its outputs (itself if none does).
         slot_op, slot_value: for each slot, the op after which it was saved, and its value.
         first_need: for each place between ops, the event with which backward enters what lies before it.
     """
@@ -90,11 +90,14 @@ def layout_of(trace: Trace) -> Layout:
     first_need = [end] * (count + 1)
     for cut in range(1, count + 1):
         first_need[cut] = min(first_need[cut - 1], needs[cut - 1])
+    # What backward never asks for, not even for the sake of something else, is never run again.
+    useful = list(graph.demanded)
     last_reader = list(range(count))
-    for o in range(count):
-        if graph.droppable[o]:
+    for o in range(count - 1, -1, -1):
+        if graph.droppable[o] and useful[o]:
             for u in graph.reads[o]:
-                last_reader[u] = o
+                useful[u] = True
+                last_reader[u] = max(last_reader[u], o)
     steps = np.zeros(count + 2, dtype=np.int64)
     for u in range(count):
         if graph.droppable[u] and last_reader[u] > u:

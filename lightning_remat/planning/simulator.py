@@ -74,6 +74,7 @@ class Simulator:
         self.pending = [0] * len(trace.ops)  # outputs that keep a record alive
         self.slot = [-1] * trace.slots
         self.replayed: list[int] = []
+        self.when: dict[int, int] = {}  # the event in which each of them ran again
 
     def run(self, timeline: bool = False) -> Simulation:
         """Through all events."""
@@ -218,6 +219,7 @@ class Simulator:
         for o in sorted(found):
             self._replay(o)
         self.replayed += found
+        self.when.update(dict.fromkeys(found, self.now))
 
     def _replay(self, o: int) -> None:
         op = self.trace.ops[o]

@@ -108,6 +108,20 @@ def least_peak(trace: Trace | Model, limit: float = 60.0) -> Optimum:
     return _optimum(model, rows, found, best, best.peak_bytes, bound, found.mip_node_count or 0, start)
 
 
+def budgets(model: Model, count: int = 10) -> list[int]:
+    """Evenly spaced from the least peak that any plan reaches (included) to that of keeping everything (excluded).
+
+    Raises:
+        TimeoutError: that least peak was not found in a minute.
+    """
+    least = least_peak(model)
+    if not least.proven:
+        raise TimeoutError("no proof within a minute that there is no lower peak")
+    plain = judged(model.trace, [False] * len(model.trace.ops)).peak_bytes
+    low = least.plan.peak_bytes
+    return [low + (plain - low) * i // count for i in range(count)]
+
+
 def brute_force(trace: Trace) -> list[Candidate]:
     """All plans."""
     choices = [(False, True) if op.droppable else (False,) for op in trace.ops]

@@ -69,7 +69,9 @@ class MadeUpOp:
         if self.in_place:
             out: Any = args[0].fill_(content)
         else:
-            out = [memory.watch(torch.full((n,), (content + i) % 251, dtype=torch.uint8)) for i, n in enumerate(self.sizes)]
+            out = [
+                memory.watch(torch.full((n,), (content + i) % 251, dtype=torch.uint8)) for i, n in enumerate(self.sizes)
+            ]
             out = out[0] if len(out) == 1 else out
         if self.runs:
             memory.reach(memory.live + self.scratch)

@@ -15,7 +15,7 @@ import numpy as np
 
 from lightning_remat.planning.graph import Cuts, Graph, graph_of
 from lightning_remat.planning.simulator import Simulator
-from lightning_remat.planning.trace import FREE, NEED, OTHER, RELEASE, RUN, SAVE, Event, Trace, TraceOp
+from lightning_remat.planning.trace import EXIT, FREE, NEED, OTHER, RELEASE, RUN, SAVE, Event, Trace, TraceOp
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +187,8 @@ def interval_kinds(layout: Layout, cuts: Sequence[int]) -> list[int]:
                 events.append((kind, a, b))
             elif kind == FREE:
                 events.append((kind, makers[a] - first, 0))
+            elif kind == EXIT:
+                events.append((kind, 0, 0))
             else:
                 events.append((kind, layout.slot_op[a] - first, makers[layout.slot_value[a]] - first))
         kinds.append(numbers.setdefault((tuple(ops), tuple(events)), len(numbers)))
@@ -225,6 +227,7 @@ class Segment:
         self.forward += [
             (FREE, values[a], 0) for k, a, _ in trace.events[end : layout.turn] if k == FREE and a in values
         ]
+        self.forward.append((EXIT, 0, 0))
         # What crosses the border is held for those who read it, until backward comes back from there.
         held = [(slots.setdefault(-1 - o, len(slots)), v) for o in sorted(self.kept) for v in ops[o].outputs]
         self.forward = [(SAVE, slot, v) for slot, v in held] + self.forward
@@ -248,6 +251,8 @@ class Segment:
             elif kind == FREE:
                 if a in values:
                     found.append((FREE, values[a], 0))
+            elif kind == EXIT:
+                pass  # put at the end of every segment's forward
             elif layout.slot_value[a] in values and self.first <= layout.slot_op[a] < self.last:
                 number = slots.setdefault(a, len(slots))
                 found.append((kind, number, values[layout.slot_value[a]] if kind == SAVE else 0))

@@ -23,7 +23,7 @@ from lightning_remat.engine.planned import action_for, first_tensor
 from lightning_remat.engine.replay import Clock
 from lightning_remat.engine.rules import Rule, rule_for
 from lightning_remat.engine.values import Blank, Op, Value
-from lightning_remat.planning.trace import FREE, NEED, OTHER, RELEASE, RUN, SAVE, Event, Trace, TraceOp
+from lightning_remat.planning.trace import EXIT, FREE, NEED, OTHER, RELEASE, RUN, SAVE, Event, Trace, TraceOp
 
 _grad_enabled = torch.is_grad_enabled
 _next_number = torch._C._autograd._get_sequence_nr
@@ -274,6 +274,11 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
             self._samples[self._signatures[o]][1].append(seconds)
 
     # ------------------------------------------------------------------ the end
+
+    def clear(self) -> None:
+        """The step was left."""
+        super().clear()
+        self._event(EXIT)
 
     def close(self) -> None:
         """Hold on to nothing of the step any more."""

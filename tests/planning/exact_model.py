@@ -29,7 +29,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lightning_remat.planning.trace import FREE, NEED, NEVER, OTHER, RELEASE, RUN, SAVE, Trace
+from lightning_remat.planning.trace import EXIT, FREE, NEED, NEVER, OTHER, RELEASE, RUN, SAVE, Trace
 
 NOT = -1  # instead of a column: the variable is zero
 
@@ -82,6 +82,7 @@ class Model:
             for u in op.inputs:
                 self.readers[u].append(o)
         self.held = [(math.inf, math.inf)] * values  # shown by the program from which event to which
+        self.left = math.inf  # when the step was left
         self.saved: list[list[tuple[float, float]]] = [[] for _ in range(values)]
         self.needs: list[tuple[int, int]] = []  # (event, value)
         slot: dict[int, tuple[int, int]] = {}
@@ -98,6 +99,8 @@ class Model:
                 slot[a] = (b, e)
             elif kind == NEED and a in slot:
                 self.needs.append((e, slot[a][0]))
+            elif kind == EXIT:
+                self.left = e
             elif kind == RELEASE and a in slot:
                 v, since = slot.pop(a)
                 self.saved[v].append((since, e))
@@ -112,6 +115,10 @@ class Model:
         """Whether the program shows v when events before t have happened."""
         since, until = self.held[v]
         return since < t <= until
+
+    def _is_shown(self, v: int, t: int) -> bool:
+        """Whether the program's tensor also keeps the record that makes a dropped v."""
+        return self._is_held(v, t) and t <= self.left
 
     def _is_saved(self, v: int, t: int) -> bool:
         return any(since < t <= until for since, until in self.saved[v])
@@ -206,7 +213,13 @@ class Model:
                     continue
                 if self._is_held(v, t):  # a replay cannot see what the program has, and makes its own
                     constant += nbytes
-                    terms.append((made, nbytes))
+                    if self._is_shown(v, t) or self._is_saved(v, t):
+                        terms.append((made, nbytes))
+                        continue
+                    readers = [alive[p] for p in self.readers[v] if alive[p] is not None]
+                    if readers:
+                        lower = [_lin([*r, (made, 1)], x - 1) for r, x in readers]
+                        terms.append((self._column(*lower, key=("C", *lower)), nbytes))
                 elif self._is_saved(v, t):
                     constant += nbytes
                     terms += [(drops[o], -nbytes), (made, nbytes)]
@@ -232,7 +245,7 @@ class Model:
                 continue
             waiting = [(drops[o], 1), (again[o], -1)]
             outputs = trace.ops[o].outputs
-            if any(self._is_held(v, t) or self._is_saved(v, t) for v in outputs):
+            if any(self._is_shown(v, t) or self._is_saved(v, t) for v in outputs):
                 alive[o] = _lin(waiting, 0)
                 continue
             readers = dict.fromkeys(p for v in outputs for p in self.readers[v] if alive[p] is not None)
@@ -249,7 +262,7 @@ class Model:
         terms = [(c, x * op.scratch) for c, x in here]
         old = op.writes
         nbytes = sum(trace.nbytes[v] for v in op.outputs)
-        if old < 0 or self._is_saved(old, t) or self._is_held(old, t):
+        if old < 0 or self._is_saved(old, t) or self._is_shown(old, t):
             return terms + [(c, x * nbytes) for c, x in here]
         alive = self._alive(t, again)
         others = [alive[p] for p in self.readers[old] if p != o and alive[p] is not None]

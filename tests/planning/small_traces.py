@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 
-from lightning_remat.planning.trace import FREE, NEED, NEVER, OTHER, RELEASE, RUN, SAVE, Trace, TraceOp
+from lightning_remat.planning.trace import EXIT, FREE, NEED, NEVER, OTHER, RELEASE, RUN, SAVE, Trace, TraceOp
 
 
 class Writer:
@@ -184,6 +184,8 @@ def random_trace(rng: random.Random, droppable: int = 8, writes: bool = True) ->
     for v in some(visible, len(visible)):
         visible.remove(v)
         out.free(v)
+    if rng.random() < 0.7:
+        trace.events.append((EXIT, 0, 0))
     backward(0)
     check(trace)
     return trace

@@ -23,7 +23,7 @@ from lightning_remat.engine.replay import Clock
 from lightning_remat.engine.rules import Rule
 from lightning_remat.engine.tape import Tape
 from lightning_remat.planning.simulator import simulate
-from lightning_remat.planning.trace import FREE, NEED, NEVER, RELEASE, RUN, SAVE, Trace
+from lightning_remat.planning.trace import EXIT, FREE, NEED, NEVER, RELEASE, RUN, SAVE, Trace
 from tests.planning.small_traces import random_trace
 
 
@@ -119,6 +119,8 @@ class Player:
                 del got
             elif kind == RELEASE:
                 del self.slots[a]
+            elif kind == EXIT:
+                self.tape.clear()
             else:
                 if a != NEVER:
                     memory.reach(memory.live + a)

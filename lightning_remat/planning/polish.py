@@ -12,12 +12,15 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 
 from lightning_remat.planning.plan import Candidate
+from lightning_remat.planning.simulator import simulate
 from lightning_remat.planning.trace import Trace
 
 Judge = Callable[[Sequence[bool]], Candidate]
 Rank = Callable[[Candidate], tuple[float, float, float]]
 
 _SHAKEN = 4  # ops that are turned over at a time
+_FEW = 80  # up to so many choices, all pairs are tried
+_NEAR = 6  # beyond, exchanges of ops that are at most so far apart
 
 
 class Polish:
@@ -45,17 +48,28 @@ class Polish:
         """
 
         def rank(c: Candidate) -> tuple[float, float, float]:
-            return max(0, c.peak_bytes - budget), c.extra_seconds, c.peak_bytes
+            return self._excess(c, budget), c.extra_seconds, c.peak_bytes
 
         return self._search(candidate, rank, patience)
 
-    def smaller(self, candidate: Candidate, patience: int) -> Candidate:
-        """A plan with at most its peak, whatever time it takes."""
+    def fitting(self, candidate: Candidate, budget: int, patience: int) -> Candidate | None:
+        """Any plan that fits, looked for from one that does not; None if there seems to be none."""
 
         def rank(c: Candidate) -> tuple[float, float, float]:
-            return c.peak_bytes, c.extra_seconds, 0
+            excess = self._excess(c, budget)
+            if not excess:
+                self.left = 0  # that will do
+            return excess, c.extra_seconds, c.peak_bytes
 
-        return self._search(candidate, rank, patience)
+        found = self._search(candidate, rank, patience)
+        return found if found.peak_bytes <= budget else None
+
+    def _excess(self, c: Candidate, budget: int) -> float:
+        """How far a plan is from fitting: over all events, not only where it is worst, so that every gain counts."""
+        if c.peak_bytes <= budget:
+            return 0
+        tops = simulate(self.trace, c.drop, timeline=True).tops
+        return float(sum(top - budget for top in tops if top > budget))
 
     def _search(self, start: Candidate, rank: Rank, patience: int) -> Candidate:
         self.left = patience
@@ -92,13 +106,17 @@ class Polish:
                 return best
 
     def _changes(self, best: Candidate) -> Iterator[tuple[int, ...]]:
-        """Single ops, dearest first; then pairs of one that is dropped and one that is kept; then other pairs."""
+        """Single ops, dearest first; exchanges of one that is dropped for one that is kept, near ones first; pairs."""
         ops = self.trace.ops
         order = sorted(self.choices, key=lambda o: -ops[o].seconds)
         dropped = [o for o in order if best.drop[o]]
         kept = [o for o in order if not best.drop[o]]
         yield from ((o,) for o in dropped)
         yield from ((o,) for o in kept)
-        yield from ((a, b) for a in dropped for b in kept)
+        near = _NEAR if len(order) > _FEW else len(ops)
+        exchanges = ((abs(a - b), a, b) for a in dropped for b in kept if abs(a - b) <= near)
+        yield from ((a, b) for _, a, b in sorted(exchanges))
+        if len(order) > _FEW:
+            return
         yield from ((a, b) for i, a in enumerate(dropped) for b in dropped[i + 1 :])
         yield from ((a, b) for i, a in enumerate(kept) for b in kept[i + 1 :])

@@ -244,12 +244,13 @@ class Remat:
         from lightning_remat.reporting.report import report_table
 
         pilot = self._pilot
-        if isinstance(pilot, Pilot) and pilot.result is not None:
+        result = pilot.whole_result() if isinstance(pilot, Pilot) else None
+        if isinstance(pilot, Pilot) and result is not None:
             measured = pilot.measurement
             return plan_report(
-                pilot.result,
+                result,
                 self.blocks,
-                measured_peak_bytes=None if measured is None else pilot.result.static_bytes + measured.peak_bytes,
+                measured_peak_bytes=None if measured is None else result.static_bytes + measured.peak_bytes,
                 measured_extra_seconds=pilot.extra_seconds,
                 static_parts=pilot.parts,
                 timeline=None if measured is None or measured.result is None else measured.result.timeline,

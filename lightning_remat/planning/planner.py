@@ -7,15 +7,15 @@ whole step, and then polished: ops are taken out of the plan as long as it fits.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from time import perf_counter
 
 from lightning_remat.errors import BudgetError
 from lightning_remat.planning.plan import Candidate, PlanResult, judged
+from lightning_remat.planning.polish import Polish
+from lightning_remat.planning.pricing import Pricing
 from lightning_remat.planning.search import Search
 from lightning_remat.planning.simulator import simulate
-from lightning_remat.sizes import format_bytes
 from lightning_remat.planning.trace import OTHER, Trace
-
+from lightning_remat.sizes import format_bytes
 
 class Planner:
     """Everything that can be said about one trace; asked for as many budgets as one likes.
@@ -28,12 +28,20 @@ class Planner:
         self.trace = trace
         self.plain = judged(trace, [False] * len(trace.ops))
         self.search = Search(trace)
+        # Plans to simulate in polishing: little beside what a plan is used for, and enough to try a lot on small traces.
+        self._events = max(1, len(trace.events))
+        self._patience = min(2500, max(30, 400_000 // self._events))
+        self._rounds = max(6, min(60, 100_000 // self._events))
+        self._bisected = self._sought = False
+        self._pricing = Pricing(self.search.layout, self.judge)
+        graph = self.search.layout.graph
+        self._polish = Polish(trace, self.judge, [o for o, droppable in enumerate(graph.droppable) if droppable])
         self.tried: dict[tuple[bool, ...], Candidate] = {self.plain.drop: self.plain}
 
     def result(
         self, budget_bytes: int, static_bytes: int = 0, static_parts: Mapping[str, int] | None = None
     ) -> PlanResult:
-        """The best plan within a budget, with the front that it is taken from.
+        """The best plan within a budget, and the front as far as it is known; :meth:`front` finds more of it.
 
         Args:
             budget_bytes: what a step may take, ``static_bytes`` included.
@@ -43,7 +51,7 @@ class Planner:
         Raises:
             BudgetError: no plan fits.
         """
-        front = self.front()
+        self._rough_smallest()
         chosen = self.within(budget_bytes - static_bytes)
         if chosen is None:
             raise self._too_small(budget_bytes, static_bytes, static_parts)
@@ -52,7 +60,7 @@ class Planner:
             static_bytes=static_bytes,
             budget_bytes=budget_bytes,
             chosen=chosen,
-            front=pareto([*front, *self.tried.values()]),
+            front=pareto(self.tried.values()),
             plain=self.plain,
         )
 
@@ -94,7 +102,7 @@ class Planner:
             return self.plain
         best = self._best_tried(budget)
         target = float(budget)
-        for _ in range(2 if rough else 5):
+        for _ in range(2 if rough else 4):
             drop = self.search.best(target)
             if drop is None:
                 break
@@ -102,43 +110,50 @@ class Planner:
             if found.peak_bytes <= budget and (best is None or found.extra_seconds < best.extra_seconds):
                 best = found
             slack = budget - found.peak_bytes
-            if abs(slack) <= budget * 0.002:
+            if abs(slack) <= budget * 0.004:
                 break
             # The search does not see everything that the simulator does: aim lower, or higher.
             target += slack if slack < 0 else slack / 2
-        return best if best is None or rough else self.polish(best, budget)
+        if rough:
+            return best
+        priced = self._pricing.search(budget, self._rounds)
+        if priced is not None and (best is None or priced.extra_seconds < best.extra_seconds):
+            best = priced
+        if best is None:
+            best = self._polish.fitting(self.smallest(), budget, 2 * self._patience)
+        if best is None:
+            return None
+        return self._polish.within(best, budget, self._patience)
 
     def _best_tried(self, budget: int) -> Candidate | None:
         fitting = [c for c in self.tried.values() if c.peak_bytes <= budget]
         return min(fitting, key=lambda c: (c.extra_seconds, c.peak_bytes), default=None)
 
-    def polish(self, candidate: Candidate, budget: int, seconds: float | None = None) -> Candidate:
-        """Keep what need not be dropped: single ops, dearest first, as long as the plan fits and time is left."""
-        ops = self.trace.ops
-        until = perf_counter() + (seconds if seconds is not None else 1e-4 * len(ops))
-        best = candidate
-        order = sorted((o for o, d in enumerate(best.drop) if d), key=lambda o: -ops[o].seconds)
-        for o in order:
-            if perf_counter() > until:
-                break
-            drop = list(best.drop)
-            drop[o] = False
-            found = self.judge(drop)
-            if found.peak_bytes <= budget and found.extra_seconds < best.extra_seconds:
-                best = found
-        return best
-
     def smallest(self) -> Candidate:
-        """The plan with the smallest peak that the search finds."""
-        low, high = 0.0, float(self.plain.peak_bytes)
-        for _ in range(12):
-            middle = (low + high) / 2
-            drop = self.search.best(middle)
-            if drop is None:
-                low = middle
-            else:
-                self.judge(drop)
-                high = middle
+        """The plan with the smallest peak that was found."""
+        if not self._sought:
+            self._sought = True
+            best: Candidate | None = self._rough_smallest()
+            while best is not None:
+                target = int(best.peak_bytes * 0.97)
+                best = self._pricing.search(target, self._rounds) or self._polish.fitting(best, target, self._patience)
+        return self._least_tried()
+
+    def _rough_smallest(self) -> Candidate:
+        """The same as far as the search over segments goes."""
+        if not self._bisected:
+            self._bisected = True
+            low, high = 0.0, float(self.plain.peak_bytes)
+            for _ in range(7):
+                middle = (low + high) / 2
+                drop = self.search.best(middle)
+                if drop is None:
+                    low = middle
+                else:
+                    high = min(middle, float(self.judge(drop).peak_bytes))
+        return self._least_tried()
+
+    def _least_tried(self) -> Candidate:
         return min(self.tried.values(), key=lambda c: (c.peak_bytes, c.extra_seconds))
 
     def front(self, count: int = 10) -> tuple[Candidate, ...]:

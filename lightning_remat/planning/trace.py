@@ -13,6 +13,7 @@ FREE     value         the program (the user's variables, not autograd) let go o
 SAVE     slot, value   autograd saved a value; a slot is one saved tensor of one node
 NEED     slot          backward asks for what a slot holds
 RELEASE  slot          the node let go of the slot
+EXIT     none          the step was left: what nobody but the program's own tensors refers to is forgotten
 OTHER    top, net      memory that is nobody's value (gradients, workspaces, user tensors): the most that was there
                        above the level before this event, in bytes (NEVER: nothing was allocated), and what remained
 ======== ============= =====================================================================================
@@ -25,14 +26,14 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-RUN, FREE, SAVE, NEED, RELEASE, OTHER = range(6)
+RUN, FREE, SAVE, NEED, RELEASE, OTHER, EXIT = range(7)
 """Kinds of event."""
 
 NEVER = -(2**62)
 """``top`` of an OTHER event in which nothing was allocated."""
 
 Event = tuple[int, int, int]
-"""(kind, first operand, second operand or 0)."""
+"""(kind, first operand or 0, second operand or 0)."""
 
 
 @dataclass(slots=True)
@@ -76,6 +77,7 @@ class Trace:
         makers: op that makes each value.
         events: see above.
         slots: number of slots.
+        savers: for each slot, the op whose node saved it; -1, or a list that is too short: not known.
         forward_seconds, backward_seconds: duration of the step's two parts, replays taken out.
         device: type of the device, such as ``"cuda"``.
         source: ``"step"``, ``"fake"`` or ``"hand"``.
@@ -87,11 +89,17 @@ class Trace:
     makers: list[int] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     slots: int = 0
+    savers: list[int] = field(default_factory=list)
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     device: str = "cpu"
     source: str = "hand"
     borders: list[int] = field(default_factory=list)
+
+    def saver(self, slot: int, last: int) -> int:
+        """The op whose node saved a slot; where that is not known, ``last``, the op that ran last before."""
+        known = self.savers[slot] if slot < len(self.savers) else -1
+        return known if known >= 0 else last
 
     @property
     def sequence(self) -> str:

@@ -4,37 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_remat.planning.trace import NEED, OTHER, RUN, SAVE, Trace
+from lightning_remat.planning.trace import NEED, RUN, SAVE, Trace
 
 FORWARD, BACKWARD = "forward", "backward"
-
-# Ops that save their own first result, by name; what other ops make is saved by those that read it. After PyTorch's
-# derivatives.yaml, where formulas use `result`.
-_SAVE_THEIR_RESULT = frozenset(
-    (
-        "relu",
-        "sigmoid",
-        "tanh",
-        "exp",
-        "exp2",
-        "expm1",
-        "sqrt",
-        "rsqrt",
-        "reciprocal",
-        "tan",
-        "_softmax",
-        "_log_softmax",
-        "logsumexp",
-        "cumprod",
-        "prod",
-        "norm",
-        "linalg_vector_norm",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-    )
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,48 +43,17 @@ def peak_place(trace: Trace, event: int, replayed: set[int]) -> PeakPlace:
 
 
 def _marker(trace: Trace, event: int) -> int:
-    """The RUN or NEED that an event belongs to; -1 if there is none.
-
-    Memory that is nobody's value is noted when the next event comes. In forward it is therefore part of the op that
-    follows, whose RUN is written when it is done; in backward of the node whose values were asked for before.
-    """
-    events = trace.events
-    before = next((i for i in range(event, -1, -1) if events[i][0] in (RUN, NEED)), -1)
-    if events[event][0] == OTHER and (before < 0 or events[before][0] == RUN):
-        after = next((i for i in range(event, len(events)) if events[i][0] in (RUN, NEED)), -1)
-        if after >= 0 and events[after][0] == RUN:
-            return after
-    return before
+    """The RUN or NEED that an event belongs to, the last one before it; -1 if there is none."""
+    return next((i for i in range(event, -1, -1) if trace.events[i][0] in (RUN, NEED)), -1)
 
 
 def savers(trace: Trace) -> dict[int, tuple[int, int]]:
-    """For each slot, the op whose node saved it (-1 if no op ran), and the value.
-
-    A trace does not say; but autograd saves what an op reads before it runs, and what it makes afterwards.
-    """
+    """For each slot, the op whose node saved it (-1 if no op ran), and the value."""
     found: dict[int, tuple[int, int]] = {}
-    waiting: list[int] = []
     last = -1
     for kind, operand, value in trace.events:
         if kind == RUN:
-            for slot in waiting:
-                if not _saved_afterwards(trace, last, found[slot][1], operand):
-                    found[slot] = operand, found[slot][1]
-            waiting.clear()
             last = operand
         elif kind == SAVE:
-            found[operand] = last, value
-            waiting.append(operand)
-        elif kind == NEED:
-            waiting.clear()
+            found[operand] = trace.saver(operand, last), value
     return found
-
-
-def _saved_afterwards(trace: Trace, last: int, value: int, following: int) -> bool:
-    """Whether a value that was saved between two ops was saved by the first one."""
-    if last < 0 or value not in trace.ops[last].outputs:
-        return False
-    if value != trace.ops[last].outputs[0] or value not in trace.ops[following].inputs:
-        return True
-    name = trace.ops[last].name.split(".")
-    return len(name) > 1 and name[1].removesuffix("_") in _SAVE_THEIR_RESULT

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -22,14 +22,14 @@ from lightning_remat.engine.replay import Clock
 from lightning_remat.engine.tape import Tape
 from lightning_remat.errors import BudgetError
 from lightning_remat.planning.plan import Candidate, PlanResult
-from lightning_remat.planning.planner import Planner
+from lightning_remat.planning.planner import Planner, pareto
 from lightning_remat.planning.rescale import rescaled
 from lightning_remat.planning.trace import NEED, Trace
 from lightning_remat.runtime.measuring import Measurement
 from lightning_remat.runtime.memory import profiler_is_on
-from lightning_remat.sizes import device_memory, format_bytes
 from lightning_remat.runtime.static import Optimizers, device_of, has_gradients, static_parts
 from lightning_remat.runtime.tracer import Tracer
+from lightning_remat.sizes import device_memory, format_bytes
 
 log = logging.getLogger("lightning_remat")
 
@@ -111,6 +111,7 @@ class Pilot:
         self._trace_wanted = False
         self._seen_steps = -1
         self._said: set[str] = set()
+        self._planner: Planner | None = None  # of the plan last followed, while its front is not whole
 
     # ------------------------------------------------------------------ the ends of a step
 
@@ -216,6 +217,7 @@ class Pilot:
         known.result = known.result.with_budget(budget)
         self._instruct(known, known.result.chosen, known.result.smallest)
         self.result = known.result
+        self._planner = known.planner
         log.info(self.sentence)
 
     def _instruct(self, known: Known, chosen: Candidate, smallest: Candidate) -> None:
@@ -234,6 +236,15 @@ class Pilot:
             known.correction *= measured / predicted
             self._seen_steps = -1
             known.result = None
+
+    def whole_result(self) -> PlanResult | None:
+        """The plan last followed, with the whole front, which takes a while."""
+        planner = self._planner
+        if self.result is not None and planner is not None:
+            front = pareto([*planner.front(), self.result.chosen])
+            self.result = replace(self.result, front=front)
+            self._planner = None
+        return self.result
 
     @property
     def sentence(self) -> str:
@@ -349,5 +360,3 @@ def _difference(known: Trace, new: Trace) -> tuple[int, int | str] | None:
         if known.ops[position].size != op.size:
             return position, op.size
     return None
-
-

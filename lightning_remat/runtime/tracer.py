@@ -32,9 +32,7 @@ class Tracer:
         keeps: see :class:`~lightning_remat.runtime.tracing.TracingTape`.
     """
 
-    def __init__(
-        self, clock: Clock, ledger: Ledger, device: torch.device, keeps: frozenset[str] = frozenset()
-    ) -> None:
+    def __init__(self, clock: Clock, ledger: Ledger, device: torch.device, keeps: frozenset[str] = frozenset()) -> None:
         self.recorder = Recorder(device)
         self.tape = TracingTape(clock, ledger, self.recorder.mark, keeps)
         self.tape.trace.device = device.type
@@ -68,7 +66,7 @@ class Tracer:
     def trace(self) -> Trace:
         """The trace, once the count has ended."""
         tape = self.tape
-        tape.price()
+        tape.finish()
         trace = tape.trace
         raw = tape.raw[: self.recorder.marks]
         levels, tops, seconds = _between_marks(self.recorder, len(raw))

@@ -82,9 +82,9 @@ class TraceBuilder:
         node = _Node(index, weight_bytes)
         for value in save:
             self._save(node, value)
-        if scratch:
-            trace.events.append((OTHER, scratch + sum(sizes), 0))
         trace.events.append((RUN, index, 0))
+        if scratch:
+            trace.events.append((OTHER, scratch, 0))
         for position in save_outputs:
             self._save(node, outputs[position])
         self._nodes.append(node)
@@ -134,6 +134,7 @@ class TraceBuilder:
 
     def _save(self, node: _Node, value: int) -> None:
         self.trace.events.append((SAVE, self.trace.slots, value))
+        self.trace.savers.append(node.op)
         node.slots.append(self.trace.slots)
         self.trace.slots += 1
 

@@ -17,6 +17,9 @@ from lightning_remat.planning.simulator import simulate
 from lightning_remat.planning.trace import OTHER, Trace
 from lightning_remat.sizes import format_bytes
 
+_SEEDED = 500  # plans that can be simulated, from which on polishing begins at several
+
+
 class Planner:
     """Everything that can be said about one trace; asked for as many budgets as one likes.
 
@@ -123,7 +126,19 @@ class Planner:
             best = self._polish.fitting(self.smallest(), budget, 2 * self._patience)
         if best is None:
             return None
-        return self._polish.within(best, budget, self._patience)
+        seeds = self._seeds(best, budget)
+        return min(
+            (self._polish.within(seed, budget, self._patience // len(seeds)) for seed in seeds),
+            key=lambda c: (c.peak_bytes > budget, c.extra_seconds, c.peak_bytes),
+        )
+
+    def _seeds(self, best: Candidate, budget: int) -> list[Candidate]:
+        """Plans from which to polish: the best one, and on small traces others that are nearly as good, or too large."""
+        if self._patience < _SEEDED:
+            return [best]
+        near = [c for c in self.tried.values() if c.peak_bytes <= 1.1 * budget and c is not best]
+        near.sort(key=lambda c: (c.extra_seconds * max(1.0, c.peak_bytes / budget) ** 4, c.peak_bytes))
+        return [best, *near[:3]]
 
     def _best_tried(self, budget: int) -> Candidate | None:
         fitting = [c for c in self.tried.values() if c.peak_bytes <= budget]

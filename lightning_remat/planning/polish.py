@@ -18,7 +18,7 @@ from lightning_remat.planning.trace import Trace
 Judge = Callable[[Sequence[bool]], Candidate]
 Rank = Callable[[Candidate], tuple[float, float, float]]
 
-_SHAKEN = 4  # ops that are turned over at a time
+_SHAKEN = 5  # ops that are turned over at a time
 _FEW = 80  # up to so many choices, all pairs are tried
 _NEAR = 6  # beyond, exchanges of ops that are at most so far apart
 
@@ -77,12 +77,20 @@ class Polish:
         dice = random.Random(0)
         while self.left > 0 and self.choices:
             drop = list(best.drop)
-            for o in dice.sample(self.choices, min(_SHAKEN, len(self.choices))):
+            for o in self._some(dice):
                 drop[o] = not drop[o]
             found = self._climb(self._try(drop), rank)
             if rank(found) < rank(best):
                 best = found
         return best
+
+    def _some(self, dice: random.Random) -> list[int]:
+        """A few choices, from all over or from one stretch."""
+        count = min(dice.randint(2, _SHAKEN), len(self.choices))
+        if dice.random() < 0.5:
+            return dice.sample(self.choices, count)
+        start = dice.randrange(len(self.choices))
+        return dice.sample(self.choices[start : start + 3 * count], min(count, len(self.choices) - start))
 
     def _try(self, drop: Sequence[bool]) -> Candidate:
         self.left -= 1

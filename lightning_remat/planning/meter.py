@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_remat.engine.rules import Rule, rule_for
-from lightning_remat.planning.kernels import Kernels
+from lightning_remat.planning.kernels import output_bytes, scratch_bytes, sums_gradients
 from lightning_remat.planning.roofline import seconds_for, speed_of, tensors_of
 from lightning_remat.planning.trace import FREE, NEED, NEVER, OTHER, RELEASE, RUN, SAVE, Trace, TraceOp
 
@@ -78,7 +78,6 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __in
         self.in_backward = False
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         self._module = module
-        self._kernels = Kernels(device)
         self._speed = speed_of(device)
         self._state_bytes = _STATE_BYTES.get(device, _STATE_BYTES_ELSEWHERE)
         self._storages: dict[Any, _Storage] = {}
@@ -123,15 +122,15 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __in
             self.trace.backward_seconds += seconds
         else:
             self.trace.forward_seconds += seconds
-        made = self._made(func, args, out)
-        scratch = self._kernels.scratch(func, args, out)
+        made = [] if rule.form == "write" else self._made(rule.name, args, out)
+        scratch = scratch_bytes(self.trace.device, rule.name, args, out)
         recording = not backward and torch.is_grad_enabled() and rule.form not in ("blank", "higher")
         if rule.form == "write":
             self._written(rule, args, kwargs, inputs, seconds, recording)
         elif recording and made:
             self._ran(rule, args, kwargs, out, inputs, made, seconds)
         # What is no value's memory by now is nobody's. A sum of two gradients is made in place outside of a mode.
-        quiet = backward and self._kernels.sums_gradients(func, args)
+        quiet = backward and sums_gradients(rule.name, args)
         for storage in {id(storage): storage for _, storage in made}.values():
             if not storage.owned:
                 self._other(storage.nbytes, quiet)
@@ -140,7 +139,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __in
             self._other(-scratch)
         return out
 
-    def _made(self, func: Any, args: Any, out: Any) -> list[tuple[int, _Storage]]:
+    def _made(self, name: str, args: Any, out: Any) -> list[tuple[int, _Storage]]:
         """The storages that an op has brought into being, by position of the output; twice if two outputs share one."""
         made: list[tuple[int, _Storage]] = []
         new: list[_Storage] = []
@@ -149,7 +148,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __in
                 storage = tensor.untyped_storage()
                 entry = self._storages.get(weakref(storage))
                 if entry is None:
-                    nbytes = self._kernels.output_bytes(func, args, position)
+                    nbytes = output_bytes(self.trace.device, name, args, position)
                     entry = _Storage(storage.nbytes() if nbytes is None else nbytes)
                     self._storages[weakref(storage, self._gone)] = entry
                     new.append(entry)

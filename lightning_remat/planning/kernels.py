@@ -86,10 +86,10 @@ def _convolution_backward(args: Any, out: Any) -> int:
     made = sum(_size(o) for o in out if o is not None)
     to_data = _size(data) if args[10][0] else 0
     kernel = _size(weight)
-    times = 2 if args[7] else 1
+    if to_data and any(s != 1 for s in args[4]) and not args[7]:
+        kernel = max(kernel, _size(grad))  # seen with strides: the output's gradient is there twice
     # The gradient of the input is there in plain layout while that of the weight is computed from blocked copies.
-    for_weight = to_data + times * _size(grad) + _blocks(data) + kernel
-    return extra + max(for_weight, 2 * to_data + _blocks(data)) - made
+    return extra + to_data + _size(grad) + _blocks(data) + kernel - made
 
 
 # ---------------------------------------------------------------------- LSTM (oneDNN)
@@ -139,8 +139,10 @@ def _lstm_backward(args: Any, out: Any) -> int:
 
 
 def _batch_norm_backward(args: Any, out: Any) -> int:
-    """A temporary of the input's size, whatever its layout."""
-    return _size(args[1]) if args[9][0] else 0
+    """A temporary of the input's size, in the kernel for tensors without gaps."""
+    grad = args[0]
+    dense = grad.is_contiguous() or grad.is_contiguous(memory_format=torch.channels_last)
+    return _size(args[1]) if args[9][0] and dense else 0
 
 
 def _safe_softmax(args: Any, out: Any) -> int:
@@ -149,16 +151,54 @@ def _safe_softmax(args: Any, out: Any) -> int:
     return elements
 
 
-def _embedding_backward(args: Any, out: Any) -> int:
+def _elementwise_loss(args: Any, out: Any) -> int:
+    """The loss of each element, before it is reduced."""
+    return _size(args[0]) if out.numel() < args[0].numel() else 0
+
+
+def _bce_with_logits(args: Any, out: Any) -> int:
+    return 2 * _elementwise_loss(args, out)
+
+
+def _whole_input(args: Any, out: Any) -> int:
+    return _size(args[0])
+
+
+def _first_copied(args: Any, out: Any) -> int:
     return _copied(args[0])
 
 
+def _attention_backward(args: Any, out: Any) -> int:
+    """The gradient in rows, if it has none (an expanded one)."""
+    return 0 if args[0].stride(-1) == 1 else _size(args[0])
+
+
+def _product(args: Any, out: Any) -> int:
+    """BLAS reads rows or columns; anything else (an expanded gradient) is copied first."""
+    return sum(_size(a) for a in args if isinstance(a, Tensor) and a.ndim >= 2 and 1 not in a.stride()[-2:])
+
+
+# Kernels that call contiguous() on their first argument: an input, or the gradient in backward.
+_FIRST_COPIED = (
+    "embedding_dense_backward _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data "
+    "native_layer_norm_backward upsample_nearest2d_backward upsample_bilinear2d_backward upsample_bicubic2d_backward "
+    "max_pool2d_with_indices_backward avg_pool2d_backward grid_sampler_2d_backward reflection_pad2d_backward col2im"
+)
 _CPU: dict[str, Scratch] = {
+    **{f"aten.{name}.default": _first_copied for name in _FIRST_COPIED.split()},
     "aten.convolution.default": _convolution,
     "aten.convolution_backward.default": _convolution_backward,
     "aten.mkldnn_rnn_layer.default": _lstm,
     "aten.mkldnn_rnn_layer_backward.default": _lstm_backward,
     "aten.native_batch_norm_backward.default": _batch_norm_backward,
     "aten._safe_softmax.default": _safe_softmax,
-    "aten.embedding_dense_backward.default": _embedding_backward,
+    "aten.mse_loss.default": _elementwise_loss,
+    "aten.smooth_l1_loss.default": _elementwise_loss,
+    "aten.huber_loss.default": _elementwise_loss,
+    "aten.binary_cross_entropy_with_logits.default": _bce_with_logits,
+    "aten.logsumexp.default": _whole_input,
+    "aten.mm.default": _product,
+    "aten.addmm.default": _product,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _attention_backward,
+    "aten.im2col.default": _whole_input,
 }

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_remat.engine.rules import Rule, rule_for
 from lightning_remat.planning.kernels import output_bytes, scratch_bytes, sums_gradients
+from lightning_remat.planning.known import call_known
 from lightning_remat.planning.roofline import seconds_for, speed_of, tensors_of
 from lightning_remat.planning.trace import FREE, NEED, NEVER, OTHER, RELEASE, RUN, SAVE, Trace, TraceOp
 
@@ -113,7 +114,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __in
         for tensor in inputs:
             self._entry(tensor)
         rule = rule_for(func)
-        out = func(*args, **kwargs)
+        out = call_known(rule, func, args, kwargs, inputs)
         if rule.form == "view" or rule.moves:
             return out
         seconds = seconds_for(func, args, kwargs, out, self._speed)

@@ -25,11 +25,13 @@ from torch import Tensor
 
 _HALF = (torch.float16, torch.bfloat16)
 _aten = torch.ops.aten
-# Run in float32 by autocast on CUDA (autocast_mode.h), and as they come on the CPU.
+# Run in float32 by autocast on CUDA (ATen/autocast_mode.h). The CPU has kernels of its own for some; these stay.
 _FLOAT32 = (
-    "softmax.int log_softmax.int layer_norm group_norm exp log log2 log10 log1p pow.Tensor_Scalar pow.Tensor_Tensor "
-    "rsqrt reciprocal logsumexp sum sum.dim_IntList prod cumsum norm.Scalar nll_loss l1_loss kl_div softplus "
-    "cosine_similarity"
+    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor "
+    "pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm cosine_similarity poisson_nll_loss "
+    "cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss "
+    "margin_ranking_loss soft_margin_loss triplet_margin_loss binary_cross_entropy_with_logits dist cdist renorm "
+    "logsumexp prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm sum sum.dim_IntList"
 )
 
 
@@ -44,7 +46,8 @@ def kernels_of(device: str) -> Iterator[None]:
         library.impl("dropout", _dropout, "AutogradCPU")
         library.impl("rms_norm", _rms_norm, "AutogradCPU")
         for name in _FLOAT32.split():
-            library.impl(name, _in_float32(name), "AutocastCPU")
+            if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU"):
+                library.impl(name, _in_float32(name), "AutocastCPU")
         yield
 
 

@@ -25,9 +25,9 @@ def scratch_bytes(device: str, name: str, args: Any, out: Any) -> int:
     return find(args, out) if find is not None else 0
 
 
-def output_bytes(device: str, name: str, args: Any, position: int) -> int | None:
+def output_bytes(name: str, args: Any, position: int) -> int | None:
     """Bytes of an output whose fake stand-in has another size than the real one; None: it is as it seems."""
-    if device == "cpu" and name == "aten.mkldnn_rnn_layer.default" and position == 3:
+    if name == "aten.mkldnn_rnn_layer.default" and position == 3:
         return _lstm_workspace(args)
     return None
 

@@ -149,7 +149,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __in
                 storage = tensor.untyped_storage()
                 entry = self._storages.get(weakref(storage))
                 if entry is None:
-                    nbytes = output_bytes(self.trace.device, name, args, position)
+                    nbytes = output_bytes(name, args, position)
                     entry = _Storage(storage.nbytes() if nbytes is None else nbytes)
                     self._storages[weakref(storage, self._gone)] = entry
                     new.append(entry)

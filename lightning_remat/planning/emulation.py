@@ -22,16 +22,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 _HALF = (torch.float16, torch.bfloat16)
 _aten = torch.ops.aten
 # Run in float32 by autocast on CUDA (ATen/autocast_mode.h). The CPU has kernels of its own for some; these stay.
 _FLOAT32 = (
-    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor "
-    "pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm cosine_similarity poisson_nll_loss "
-    "cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss "
-    "margin_ranking_loss soft_margin_loss triplet_margin_loss binary_cross_entropy_with_logits dist cdist renorm "
-    "logsumexp prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm sum sum.dim_IntList"
+    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan "
+    "pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus "
+    "layer_norm native_layer_norm rms_norm group_norm cosine_similarity dist cdist renorm logsumexp "
+    "poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss "
+    "huber_loss mse_loss margin_ranking_loss soft_margin_loss triplet_margin_loss binary_cross_entropy_with_logits "
+    "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm sum sum.dim_IntList"
 )
 
 
@@ -48,7 +50,29 @@ def kernels_of(device: str) -> Iterator[None]:
         for name in _FLOAT32.split():
             if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU"):
                 library.impl(name, _in_float32(name), "AutocastCPU")
-        yield
+        with _AllHere(device):
+            yield
+
+
+class _AllHere(TorchFunctionMode):
+    """Where the program names the device that it is meant for (``x.to("cuda")``), everything is there already."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == self.device:  # x.cuda()
+            return args[0]
+        kwargs = {name: self._here(value) if name == "device" else value for name, value in (kwargs or {}).items()}
+        if func is Tensor.to:
+            args = (args[0], *map(self._here, args[1:]))
+        return func(*args, **kwargs)
+
+    def _here(self, value: Any) -> Any:
+        if isinstance(value, (str, torch.device)) and torch.device(value).type == self.device:
+            return torch.device("cpu")
+        return value
 
 
 def _dropout(data: Tensor, p: float, train: bool) -> Tensor:

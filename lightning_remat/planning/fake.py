@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from lightning_remat.engine.blocks import find_blocks
@@ -37,8 +37,8 @@ from lightning_remat.planning.meter import Meter
 from lightning_remat.planning.trace import Trace
 
 _T = TypeVar("_T")
-Step = Callable[[nn.Module, Any], Tensor]
-"""(module, batch) -> loss."""
+Step = Callable[[nn.Module, Any], Any]
+"""(module, batch) -> loss, a tensor with one element."""
 
 
 def fake_mode() -> FakeTensorMode:
@@ -56,7 +56,7 @@ def fake_module(mode: FakeTensorMode, module: nn.Module) -> nn.Module:
     """
     memo: dict[int, Any] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if isinstance(parameter, UninitializedTensorMixin):
+        if is_lazy(parameter):
             raise ConfigurationError(
                 f"the parameter {name!r} has no shape yet (a lazy module): run the model once on a real batch first."
             )
@@ -137,7 +137,7 @@ def trace_of(step: Step, model: nn.Module, batch: Any, mode: FakeTensorMode, dev
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise ConfigurationError(
                 f"the step asks for the content of a tensor that has none in an estimate ({error.func}, in "
-                f"{modules.current or 'no module'}). What depends on whole numbers of the batch is answered; what "
+                f"module {meter.where!r}). What depends on whole numbers of the batch is answered; what "
                 "depends on activations or other floating point numbers is not: switch that part off for the estimate."
             ) from error
     trace = meter.close()

@@ -1,8 +1,8 @@
 """What kernels allocate inside, where fake execution cannot see it.
 
 A fake op makes its outputs and nothing else. Most real kernels do the same; the exceptions that matter on the CPU are
-here, each derived from what the kernel does and compared with measured allocations (``tests/planning/test_kernels.py``).
-On other devices there are none: workspaces of cuBLAS and cuDNN depend on the card and on what else is in memory.
+here, each derived from what the kernel does and compared with measured allocations (tests/planning/test_kernels.py). On
+other devices there are none: workspaces of cuBLAS and cuDNN depend on the card and on what else is in memory.
 
 Known weaknesses: buffers per thread (attention) are left out, they are small; so are oneDNN's scratchpads.
 """
@@ -96,7 +96,7 @@ def _convolution_backward(args: Any, out: Any) -> int:
 
 
 def _padded(width: int) -> int:
-    """oneDNN's row length for a width in floats: whole cache lines, and no multiple of 256 (get_good_ld)."""
+    """Length of a row in oneDNN for a width in floats: whole cache lines, and no multiple of 256 (get_good_ld)."""
     lines = -(-width // 16) * 16
     return lines + 16 if lines % 256 == 0 else lines
 
@@ -131,8 +131,12 @@ def _lstm(args: Any, out: Any) -> int:
 
 
 def _lstm_backward(args: Any, out: Any) -> int:
-    grad = args[10]
-    return _lstm(args, out) + (_copied(grad) if isinstance(grad, Tensor) else 0)
+    """While it runs: gates, weights and their gradients laid out anew, the input's gradient; or the end."""
+    grad, rows = args[10], _lstm_sizes(args)[0]
+    weights = 2 * (_size(args[1]) + _size(args[2]))
+    made = sum(_size(o) for o in out)
+    running = rows * _padded(4 * _lstm_sizes(args)[2]) * 4 + weights + _size(args[0])
+    return max(running - made, weights) + (_copied(grad) if isinstance(grad, Tensor) else 0)
 
 
 # ---------------------------------------------------------------------- others

@@ -24,6 +24,10 @@ from torch._subclasses.fake_tensor import (
 from lightning_remat.engine.rules import Rule
 from lightning_remat.planning.roofline import tensors_of
 
+_aten = torch.ops.aten
+_INDEXING = frozenset(
+    {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
+)
 MOST_ELEMENTS = 2**22
 """A tensor with more elements is fake whatever it holds: computing it would take time and memory."""
 
@@ -44,8 +48,15 @@ def call_known(rule: Rule, func: Any, args: Any, kwargs: dict[str, Any], inputs:
         kwargs: its keyword arguments.
         inputs: the tensors among both.
     """
-    if rule.form == "higher" or any(isinstance(tensor, FakeTensor) for tensor in inputs):
+    if rule.form == "higher":
         return func(*args, **kwargs)
+    if any(isinstance(tensor, FakeTensor) for tensor in inputs):
+        if func is _aten.masked_select.default and not isinstance(args[1], FakeTensor):
+            size = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]  # torch's
+            with unset_fake_temporarily():
+                mask = args[1].expand(size)
+            return _aten.index.Tensor(*_counted((args[0].expand(size), [mask])))
+        return func(*(_counted(args) if func in _INDEXING else args), **kwargs)
     if inputs and rule.form in ("view", "write"):
         return _call_real(func, args, kwargs)
     try:
@@ -60,6 +71,18 @@ def call_known(rule: Rule, func: Any, args: Any, kwargs: dict[str, Any], inputs:
     if not inputs and any(t.is_floating_point() and t.numel() > 1 for t in made):
         return out  # a factory of activations: what follows will be fake
     return _call_real(func, args, kwargs)
+
+
+def _counted(args: Any) -> Any:
+    """Arguments of an indexing op in which each known mask has become the places that it selects."""
+    indices: list[Tensor | None] = []
+    for index in args[1]:
+        if isinstance(index, Tensor) and index.dtype is torch.bool and not isinstance(index, FakeTensor):
+            with unset_fake_temporarily():
+                indices += index.nonzero().unbind(1)
+        else:
+            indices.append(index)
+    return (args[0], indices, *args[2:])
 
 
 def _call_real(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -69,14 +69,16 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __in
         trace: what has been written so far.
         in_backward: set it when the loss is there: what runs from then on is no op of the forward pass.
         hooks: for tensors that autograd saves.
+        where: name of the module whose op ran last.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self, device: str, module: Callable[[], str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self.trace = Trace(device=device, source="fake")
         self.in_backward = False
+        self.where = ""
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         self._module = module
         self._speed = speed_of(device)
@@ -114,6 +116,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __in
         for tensor in inputs:
             self._entry(tensor)
         rule = rule_for(func)
+        self.where = self._module()
         out = call_known(rule, func, args, kwargs, inputs)
         if rule.form == "view" or rule.moves:
             return out
@@ -250,7 +253,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __in
         random = rule.kind == "random" or (rule.dropout is not None and _given(args, rule.dropout))
         op = TraceOp(
             name=rule.name,
-            module=self._module(),
+            module=self.where,
             kind=rule.kind,
             inputs=tuple(read),
             outputs=tuple(outputs),

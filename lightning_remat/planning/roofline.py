@@ -1,8 +1,8 @@
 """How long an op may take, from what it computes and what it moves: an estimate, made without running anything.
 
-Other names: roofline model (Williams, Waterman and Patterson, 2009). An op takes as long as its arithmetic or its memory
-traffic, whichever is longer, and never less than it takes to start a kernel. FLOPs come from PyTorch's own registry
-(``torch.utils.flop_counter``); an op that is not in it counts as traffic only.
+Other names: roofline model (Williams, Waterman and Patterson, 2009). An op takes as long as its arithmetic or its
+memory traffic, whichever is longer, and never less than it takes to start a kernel. FLOPs come from PyTorch's own
+registry (``torch.utils.flop_counter``); an op that is not in it counts as traffic only.
 
 Known weaknesses: the figures below are one typical device of each type at the share of its peak that training reaches,
 not the device that will be used; caches, fusion and overlap are not modelled. Ratios of times are more to be trusted

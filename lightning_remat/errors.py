@@ -2,6 +2,8 @@
 
 RematError
 ├── ConfigurationError (also a ValueError)   an option that cannot work: raised before the first step
+│   ├── BudgetError                          no plan fits into the budget
+│   └── PlanFileError                        a plan file that cannot be read, or is for another model
 └── ReplayError (also a RuntimeError)        a dropped value cannot be computed again as it was
 """
 
@@ -14,6 +16,28 @@ class RematError(Exception):
 
 class ConfigurationError(RematError, ValueError):
     """An option, or a combination of options with a model, that cannot work; nothing was changed."""
+
+
+class BudgetError(ConfigurationError):
+    """No plan fits into the budget.
+
+    Attributes:
+        budget_bytes: what was asked for.
+        smallest_bytes: the smallest peak that a plan has, in the same terms.
+    """
+
+    def __init__(self, message: str, budget_bytes: int, smallest_bytes: int) -> None:
+        super().__init__(message)
+        self.budget_bytes = budget_bytes
+        self.smallest_bytes = smallest_bytes
+
+    def __reduce__(self) -> tuple[type[BudgetError], tuple[str, int, int]]:
+        """With its figures: errors travel between processes."""
+        return type(self), (str(self), self.budget_bytes, self.smallest_bytes)
+
+
+class PlanFileError(ConfigurationError):
+    """A plan file that is damaged, from a future version, or for another model."""
 
 
 class ReplayError(RematError, RuntimeError):

@@ -19,6 +19,7 @@ WRITE_KEEP = 7
 SPLITS = 8  # makes views with version counters of their own
 LAZY = 9  # makes a view with a conjugate or negative bit
 HIGHER = 10  # a higher-order op: like PASS, but it is no overload
+COUNT = 11  # what is to be done depends on how many such ops have run before
 
 Ask = Callable[[Rule, Any], bool]
 """(rule, outputs) -> whether to drop them."""
@@ -32,3 +33,19 @@ class ActionTable(dict[int, int]):
     def __init__(self, make: Callable[[Rule], int]) -> None:
         super().__init__()
         self.make = make
+
+
+def counted(rule: Rule) -> int:
+    """The action of a tape that goes by position: what moves no data as ever, everything else COUNT.
+
+    Both who traces a step and who runs a plan count by this, so that they count the same.
+    """
+    if rule.form == "higher":
+        return HIGHER
+    if rule.form == "blank":
+        return PASS
+    if rule.form == "view":
+        if rule.name in ("aten._conj.default", "aten._neg_view.default"):
+            return LAZY
+        return SPLITS if rule.name.startswith("aten.unsafe_") else PASS
+    return COUNT

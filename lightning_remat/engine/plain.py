@@ -37,33 +37,58 @@ _LEAVES_TO_AUTOCAST = {"aten::_trilinear": "aten::bilinear", "aten::linalg_pinv"
 
 _lock = Lock()
 _outside: list[Any] = []  # modes that stay outside of backward, once for each time they have been entered
+_watchers: list[Callable[[], None]] = []
 _original: Callable[..., Any] | None = None
 
 
 @contextmanager
 def backward_outside(mode: Any) -> Iterator[None]:
-    """While this lasts, a backward pass started on a thread where ``mode`` is active runs without it.
-
-    There is no official switch. The function that ``torch.autograd.backward`` and ``grad`` both call is replaced, as
-    PyTorch itself does for tracing; on a thread where no such mode is active, it does what it always does.
-    """
-    global _original
-    with _lock:
-        _outside.append(mode)
-        if len(_outside) == 1:
-            _original = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
-            torch.autograd._engine_run_backward = _run_backward  # type: ignore[attr-defined]
+    """While this lasts, a backward pass started on a thread where ``mode`` is active runs without it."""
+    _patch(_outside, mode)
     try:
         yield
     finally:
-        # The last to leave puts the function back: steps on several threads need not end in the order they began.
-        with _lock:
-            _outside.remove(mode)
-            if not _outside:
+        _unpatch(_outside, mode)
+
+
+def watch_backward(ended: Callable[[], None]) -> Callable[[], None]:
+    """Have ``ended`` called whenever a backward pass has ended, until the function that this returns is called."""
+    _patch(_watchers, ended)
+    return lambda: _unpatch(_watchers, ended)
+
+
+def _patch(entries: list[Any], entry: Any) -> None:
+    """Take over the function that ``torch.autograd.backward`` and ``grad`` both call.
+
+    There is no official switch. PyTorch itself replaces it for tracing; where neither list has anything to say, it does
+    what it always does.
+    """
+    global _original
+    with _lock:
+        if not _outside and not _watchers:
+            _original = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+            torch.autograd._engine_run_backward = _run_backward  # type: ignore[attr-defined]
+        entries.append(entry)
+
+
+def _unpatch(entries: list[Any], entry: Any) -> None:
+    """Put it back with the last one to leave: steps on several threads need not end in the order they began."""
+    with _lock:
+        if entry in entries:
+            entries.remove(entry)
+            if not _outside and not _watchers:
                 torch.autograd._engine_run_backward = _original  # type: ignore[attr-defined, assignment]
 
 
 def _run_backward(*args: Any, **kwargs: Any) -> Any:
+    try:
+        return _without_modes(*args, **kwargs)
+    finally:
+        for ended in list(_watchers):
+            ended()
+
+
+def _without_modes(*args: Any, **kwargs: Any) -> Any:
     original = _original
     assert original is not None
     stack = dispatch._get_current_dispatch_mode_stack()

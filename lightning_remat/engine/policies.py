@@ -67,7 +67,7 @@ class Policy:
     @property
     def needs_blocks(self) -> bool:
         """Whether it means nothing in a model without blocks."""
-        return not self.everywhere and not self.parts and self.name != "none"
+        return not self.everywhere and not self.parts and self.name not in ("none", "auto")
 
     @property
     def off(self) -> bool:
@@ -76,14 +76,9 @@ class Policy:
 
     def action(self, rule: Rule) -> int:
         """The tape's action for an op under this policy."""
-        if rule.form == "higher":
-            return actions.HIGHER
-        if rule.form == "blank":
-            return actions.PASS
-        if rule.form == "view":
-            if rule.name in ("aten._conj.default", "aten._neg_view.default"):
-                return actions.LAZY
-            return actions.SPLITS if rule.name.startswith("aten.unsafe_") else actions.PASS
+        general = actions.counted(rule)
+        if general != actions.COUNT:
+            return general
         keep = rule.kind in ("fixed", "factory") or rule.kind in self.keeps
         if rule.form == "write":
             return actions.WRITE_KEEP if keep else actions.WRITE_ASK if self.ask is not None else actions.WRITE
@@ -111,6 +106,9 @@ KEEP_ALL = Policy("keep", keeps=ALL_KINDS, segment=None)
 
 FULL = Policy("full", everywhere=False)
 """Keeps what enters a block; right when memory is short and a third more compute is acceptable."""
+
+LEAN = Policy("auto", everywhere=False)
+"""What a step is traced under, and what remains where no plan holds: like full, in models without blocks as well."""
 
 SQRT = Policy("sqrt", everywhere=False, segment="sqrt")
 """Keeps about sqrt(N) block borders; right where the block inputs are most of what full keeps; else full is better."""

@@ -106,6 +106,19 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             return self._write(action, func, args, kwargs or {})
         return self._dispatch_rest(action, func, args, kwargs or {})
 
+    def act(self, action: int, func: Any, args: Any, kwargs: Any) -> Any:
+        """What :meth:`__torch_dispatch__` does for a given action."""
+        if action == PASS:
+            return func._op(*args, **kwargs) if kwargs else func._op(*args)
+        if action == RECORD:
+            out = func._op(*args, **kwargs) if kwargs else func._op(*args)
+            if _grad_enabled():
+                self._record(func, args, kwargs, out, None, None)
+            return out
+        if WRITE <= action <= WRITE_KEEP:
+            return self._write(action, func, args, kwargs or {})
+        return self._dispatch_rest(action, func, args, kwargs or {})
+
     def _dispatch_rest(self, action: int, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if action == HIGHER:
             return func(*args, **kwargs)

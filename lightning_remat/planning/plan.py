@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_remat.planning.simulator import simulate
 from lightning_remat.planning.trace import Trace
@@ -44,6 +44,15 @@ class PlanResult:
     chosen: Candidate
     front: tuple[Candidate, ...]
     plain: Candidate
+
+    @property
+    def smallest(self) -> Candidate:
+        """The plan with the smallest peak."""
+        return min((*self.front, self.chosen), key=lambda c: (c.peak_bytes, c.extra_seconds))
+
+    def with_budget(self, budget_bytes: int) -> PlanResult:
+        """The same under another figure for what was allowed."""
+        return replace(self, budget_bytes=budget_bytes)
 
     @property
     def peak_bytes(self) -> int:

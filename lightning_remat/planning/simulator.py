@@ -140,6 +140,7 @@ class Simulator:
                 state[old] = _GONE
             state[new] = _ABSENT if drop else _THERE
             dropped[new] = drop
+            self._reach(self.live)
             return
         for v in op.outputs:
             self.live += nbytes[v]
@@ -148,6 +149,7 @@ class Simulator:
             state[v] = _ABSENT if drop else _THERE
         if drop:
             self._note(o)
+        self._reach(self.live)
 
     def _note(self, o: int) -> None:
         """Record an op: it holds what it reads."""

@@ -76,6 +76,7 @@ class Trace:
         makers: op that makes each value.
         events: see above.
         slots: number of slots.
+        savers: for each slot, the op whose node saved it; -1, or a list that is too short: not known.
         forward_seconds, backward_seconds: duration of the step's two parts, replays taken out.
         device: type of the device, such as ``"cuda"``.
         source: ``"step"``, ``"fake"`` or ``"hand"``.
@@ -87,11 +88,17 @@ class Trace:
     makers: list[int] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     slots: int = 0
+    savers: list[int] = field(default_factory=list)
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     device: str = "cpu"
     source: str = "hand"
     borders: list[int] = field(default_factory=list)
+
+    def saver(self, slot: int, last: int) -> int:
+        """The op whose node saved a slot; where that is not known, ``last``, the op that ran last before."""
+        known = self.savers[slot] if slot < len(self.savers) else -1
+        return known if known >= 0 else last
 
     @property
     def sequence(self) -> str:

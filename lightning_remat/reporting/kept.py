@@ -14,7 +14,7 @@ from lightning_remat.engine.actions import ActionTable
 from lightning_remat.engine.ledger import OUTSIDE, Ledger, LedgerTape, ModuleStack, Saved
 from lightning_remat.engine.policies import KEEP_ALL
 from lightning_remat.engine.replay import Clock
-from lightning_remat.runtime.sizes import format_bytes
+from lightning_remat.sizes import format_bytes
 
 
 def kept_by(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Saved]:

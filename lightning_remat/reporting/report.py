@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from collections import defaultdict
 from dataclasses import dataclass
 
-from rich.console import Console
 from rich.table import Table
 
 from lightning_remat.engine.ledger import Ledger
-from lightning_remat.runtime.sizes import format_bytes
+from lightning_remat.reporting.text import Folding, Plain
+from lightning_remat.sizes import format_bytes
 
 
 @dataclass
@@ -26,9 +25,10 @@ class Row:
 def rows_of(blocks: list[str], ledger: Ledger | None) -> dict[tuple[str, str], Row]:
     """The report's rows by (module, kind of op), in order of first use. Repeated blocks are summed under one name."""
     rows: dict[tuple[str, str], Row] = defaultdict(Row)
+    folding = Folding(blocks)
     for line in ledger.lines.values() if ledger is not None else ():
         if line.kept_bytes or line.dropped_bytes or line.replayed_ops:
-            row = rows[_folded(line.module, blocks), line.kind]
+            row = rows[folding.name(line.module), line.kind]
             row.kept_bytes += line.kept_bytes
             row.dropped_bytes += line.dropped_bytes
             row.replayed_ops += line.replayed_ops
@@ -36,13 +36,8 @@ def rows_of(blocks: list[str], ledger: Ledger | None) -> dict[tuple[str, str], R
     return rows
 
 
-class Report(Table):
+class Report(Plain, Table):
     """A ``rich`` table that can be printed plainly as well."""
-
-    def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=110, color_system=None)
-        console.print(self)
-        return str(console.file.getvalue())  # type: ignore[attr-defined]
 
 
 def report_table(title: str, blocks: list[str], ledger: Ledger | None) -> Report:
@@ -72,13 +67,3 @@ def _cells(row: Row) -> tuple[str, str, str, str]:
         str(row.replayed_ops),
         f"{row.replay_seconds * 1e3:.2f}",
     )
-
-
-def _folded(module: str, blocks: list[str]) -> str:
-    """``layers.3.mlp`` as ``layers.*.mlp`` where ``layers.3`` is one of several blocks."""
-    for block in blocks:
-        if module == block or module.startswith(f"{block}."):
-            parent, _, last = block.rpartition(".")
-            if last.isdecimal():
-                return f"{parent}.*{module[len(block) :]}" if parent else f"*{module[len(block) :]}"
-    return module

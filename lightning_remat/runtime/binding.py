@@ -52,7 +52,7 @@ class Binding:
         elif self.blocks is not None:
             parts = [self._part(policy, select_blocks(root, self.blocks))]
         else:
-            parts = [self._part(policy, find_blocks(root) or (find_units(root) if policy.needs_blocks else []))]
+            parts = [self._part(policy, find_blocks(root) or (find_units(root) if not policy.everywhere else []))]
         if policy.needs_blocks and not any(part.named for part in parts):
             raise ConfigurationError(
                 f"policy={policy.name!r} works on blocks, and none were found in {type(root).__name__}: no submodules "

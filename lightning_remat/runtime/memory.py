@@ -21,13 +21,15 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch._C._autograd import _profiler_enabled
-from torch._C._profiler import _ExtraFields_Allocation, _ProfilerEvent
+from torch._C._profiler import _ExtraFields_Allocation, _ProfilerEvent, _RecordFunctionFast
 from torch.profiler import ProfilerActivity, profile
 
 _DEVICES = ("cpu", "cuda")
+_MARK = "lightning_remat#"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,32 +68,87 @@ def measure_peak(fn: Callable[[], object], device: torch.device | str = "cpu") -
     >>> measure_peak(lambda: torch.empty(1000, dtype=torch.uint8)).peak_bytes
     1000
     """
-    where = _checked_device(device)
-    if _profiler_enabled():
-        raise RuntimeError(
-            "measure_peak needs PyTorch's profiler, which is running already: call it outside of the profiled code, "
-            "or switch that profiler off (in Lightning: Trainer(profiler=None))."
-        )
-    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    before = _allocated_on_cuda(where)
-    older = torch.empty(1)
-    with _without_profiler_chatter():
-        profiler.start()
-        # The allocator warns at the first, and at every thousandth, release of something older than the profile.
-        del older
+    recorder = Recorder(device)
+    recorder.start()
     try:
         fn()
-        if where.type == "cuda":
-            torch.cuda.synchronize(where)
     finally:
+        recorder.stop()
+    return recorder.result()
+
+
+def profiler_is_on() -> bool:
+    """Whether this thread is being profiled, so that nothing can be recorded."""
+    return bool(_profiler_enabled())
+
+
+class Recorder:
+    """Counts allocations from :meth:`start` to :meth:`stop`; what :func:`measure_peak` does, in pieces.
+
+    Args:
+        device: see :func:`measure_peak`.
+
+    Raises:
+        ValueError: see :func:`measure_peak`.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = _checked_device(device)
+        self.marks = 0
+        self._profiler: profile | None = None
+        self._before = 0
+        self._peak: int | None = None
+
+    def start(self) -> None:
+        """Begin to count.
+
+        Raises:
+            RuntimeError: see :func:`measure_peak`.
+        """
+        if _profiler_enabled():
+            raise RuntimeError(
+                "measure_peak needs PyTorch's profiler, which is running already: call it outside of the profiled "
+                "code, or switch that profiler off (in Lightning: Trainer(profiler=None))."
+            )
+        self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._before = _allocated_on_cuda(self.device)
+        older = torch.empty(1)
         with _without_profiler_chatter():
-            profiler.stop()
-    timeline = tuple(_timeline(profiler, where))
-    peak = max(live for _, live in timeline)
-    if where.type == "cuda":
-        # The allocator also counts what it hands out on threads that the profiler does not follow.
-        peak = torch.cuda.max_memory_allocated(where) - before
-    return PeakResult(peak_bytes=peak, timeline=timeline)
+            self._profiler.start()
+            # The allocator warns at the first, and at every thousandth, release of something older than the profile.
+            del older
+
+    def mark(self) -> None:
+        """Put a mark into the stream of allocations; marks are numbered from 0."""
+        with _RecordFunctionFast(f"{_MARK}{self.marks}"):
+            self.marks += 1
+
+    def stop(self) -> None:
+        """End the count."""
+        assert self._profiler is not None
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            # The allocator also counts what it hands out on threads that the profiler does not follow.
+            self._peak = torch.cuda.max_memory_allocated(self.device) - self._before
+        with _without_profiler_chatter():
+            self._profiler.stop()
+
+    def result(self) -> PeakResult:
+        """What was counted.
+
+        Raises:
+            RuntimeError: the code stopped the profiler itself.
+        """
+        timeline = tuple((seconds, live) for seconds, live, _, _ in self.stream())
+        peak = max(live for _, live in timeline)
+        return PeakResult(peak_bytes=peak if self._peak is None else self._peak, timeline=timeline)
+
+    def stream(self) -> Iterator[tuple[float, int, int, int]]:
+        """``(seconds, live bytes, change, mark)`` in order of time; change is 0 at marks, mark is -1 elsewhere."""
+        inner = self._profiler.profiler if self._profiler is not None else None
+        if inner is None or inner.kineto_results is None:
+            raise RuntimeError("The measured code stopped the profiler, so that its memory could not be counted.")
+        return _stream(inner.kineto_results, self.device)
 
 
 def _checked_device(device: torch.device | str) -> torch.device:
@@ -117,44 +174,42 @@ def _allocated_on_cuda(where: torch.device) -> int:
     return torch.cuda.memory_allocated(where)
 
 
-def _timeline(profiler: profile, where: torch.device) -> Iterator[tuple[float, int]]:
-    """The profiler's memory events of one device as running totals."""
-    inner = profiler.profiler
-    if inner is None or inner.kineto_results is None:
-        raise RuntimeError("The measured code stopped the profiler, so that its memory could not be counted.")
-    results = inner.kineto_results
+def _stream(results: Any, where: torch.device) -> Iterator[tuple[float, int, int, int]]:
+    """See :meth:`Recorder.stream`."""
     start = results.trace_start_ns()
-    events = list(_allocations(results.experimental_event_tree(), where))
+    events = list(_events(results.experimental_event_tree(), where))
     events.sort(key=lambda event: event[0])
     born: set[int] = set()
     live = 0
     seconds = 0.0
-    yield seconds, live
-    for at, pointer, size in events:
-        if size > 0:
-            born.add(pointer)
-        elif where.type == "cpu" and pointer not in born:
-            # The CPU's allocator knows the size of this one because an earlier profile saw it come.
-            continue
-        else:
-            born.discard(pointer)
-        live += size
+    yield seconds, live, 0, -1
+    for at, pointer, size, mark in events:
+        if mark < 0:
+            if size > 0:
+                born.add(pointer)
+            elif where.type == "cpu" and pointer not in born:
+                # The CPU's allocator knows the size of this one because an earlier profile saw it come.
+                continue
+            else:
+                born.discard(pointer)
+            live += size
         seconds = max(seconds, (at - start) / 1e9)
-        yield seconds, live
+        yield seconds, live, size, mark
 
 
-def _allocations(events: list[_ProfilerEvent], where: torch.device) -> Iterator[tuple[int, int, int]]:
-    """``(time in ns, address, bytes)`` of each allocation on ``where``, releases with negative bytes, in any order."""
+def _events(events: list[_ProfilerEvent], where: torch.device) -> Iterator[tuple[int, int, int, int]]:
+    """``(time in ns, address, bytes, mark)`` of allocations on ``where``, releases with negative bytes, and of marks."""
     stack = list(events)
     while stack:
         event = stack.pop()
         stack.extend(event.children)
         fields = event.extra_fields
-        if not isinstance(fields, _ExtraFields_Allocation) or fields.device.type != where.type:
-            continue
-        # The events of the CPU's allocator carry an index that means nothing.
-        if where.type == "cpu" or fields.device.index == where.index:
-            yield event.start_time_ns, fields.ptr, fields.alloc_size
+        if not isinstance(fields, _ExtraFields_Allocation):
+            if event.name.startswith(_MARK):
+                yield event.start_time_ns, 0, 0, int(event.name[len(_MARK) :])
+        elif fields.device.type == where.type and (where.type == "cpu" or fields.device.index == where.index):
+            # The events of the CPU's allocator carry an index that means nothing.
+            yield event.start_time_ns, fields.ptr, fields.alloc_size, -1
 
 
 @contextmanager

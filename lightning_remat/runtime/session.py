@@ -17,6 +17,7 @@ from lightning_remat.engine import (
     generators,
     ledger,
     plain,
+    planned,
     regions,
     replay,
     rules,
@@ -32,9 +33,10 @@ from lightning_remat.engine.blocks import check_blocks_option
 from lightning_remat.engine.ledger import Ledger, LedgerTape, ModuleStack
 from lightning_remat.engine.opaque import hide_from_compiler
 from lightning_remat.engine.plain import backward_outside
+from lightning_remat.engine.planned import PlannedTape
 from lightning_remat.engine.policies import (
-    FULL,
     KEEP_ALL,
+    LEAN,
     SELECTIVE,
     OpInfo,
     Policy,
@@ -48,16 +50,17 @@ from lightning_remat.engine.transforms import transforms_allowed
 from lightning_remat.engine.verify import Verifier
 from lightning_remat.errors import ConfigurationError
 from lightning_remat.runtime.binding import Binding
-from lightning_remat.runtime.choice import choose_under_budget
 from lightning_remat.runtime.discovery import Discovery
-from lightning_remat.runtime.sizes import parse_budget
+from lightning_remat.runtime.pilot import Pilot
+from lightning_remat.runtime.tracing import TracingTape
+from lightning_remat.sizes import parse_budget
 
 if TYPE_CHECKING:
     from lightning_remat.reporting.report import Report
 
 log = logging.getLogger("lightning_remat")
 
-hide_from_compiler(generators, ledger, plain, regions, replay, rules, store, tape, transforms, values, verify, writes)
+hide_from_compiler(generators, ledger, plain, planned, regions, replay, rules, store, tape, transforms, values, verify, writes)
 
 
 @dataclass(frozen=True)
@@ -128,8 +131,8 @@ class Remat:
                 f"budget={budget!r} and policy={policy!r} contradict each other: a budget chooses the policy. "
                 "Give a budget with policy='auto', or a policy without a budget."
             )
-        # With a budget the first step takes the lean policy, and is looked at to see whether there is room for more.
-        self._policy = (FULL if self._budget is not None else SELECTIVE) if self._auto else parse_policy(policy)
+        # With a budget this is what a step is traced under; from then on there is a plan.
+        self._policy = (LEAN if self._budget is not None else SELECTIVE) if self._auto else parse_policy(policy)
         if self._policy.parts and blocks is not None:
             raise ConfigurationError(
                 f"blocks={blocks!r} and a mapping as policy= contradict each other: the mapping's patterns are the "
@@ -147,6 +150,7 @@ class Remat:
         self._ledger: Ledger | None = None
         self._verifier = Verifier(self._never_again) if verify else None
         self._binding = self._new_binding(self._policy)
+        self._pilot = self._new_pilot()
         self._depth = 0
         self._stack: ExitStack | None = None
         self._active: Tape | None = None
@@ -158,6 +162,9 @@ class Remat:
     def __reduce__(self) -> Any:
         """A copy has the options, and nothing of what has been learned about a model."""
         return partial(type(self), **self._options), ()
+
+    def _new_pilot(self) -> Pilot | None:
+        return Pilot(self._budget, self._clock, self._modules) if self._budget is not None else None
 
     # ------------------------------------------------------------------ what users ask
 
@@ -183,8 +190,8 @@ class Remat:
             else ""
         )
         chosen = " (chosen by 'auto')" if self._auto else ""
-        if self._budget is not None and self._steps == 0:
-            chosen = " for the first step, then what the budget has room for"
+        if self._pilot is not None:
+            chosen = f" ({self._pilot.sentence})"
         return f"recomputation policy {self.policy}{chosen}, {blocks or 'no blocks'}"
 
     @property
@@ -238,6 +245,9 @@ class Remat:
         self._binding = binding
         self._ledger = None
         self._modules.names.clear()
+        if self._pilot is not None:
+            self._pilot.close()
+            self._pilot = self._new_pilot()
 
     # ------------------------------------------------------------------ a step
 
@@ -261,20 +271,22 @@ class Remat:
         self._depth -= 1
         if self._depth == 0 and self._stack is not None:
             self._end()
+            if self._pilot is not None:
+                self._pilot.step_over(failed=kind is not None)
             self._after_step(failed=kind is not None)
 
     def _begin(self) -> None:
+        self._clock.on_replay = None
+        tape = self._planned_tape() or self._choose_tape()
         self._clock.reset()
-        if self._budget is not None and self._steps == 1:
-            self._settle_budget(self._budget)
         stack = self._stack = ExitStack()
-        tape = self._choose_tape()
         self._active = tape
         tape.recorded = 0
         regions = self._binding.regions
         tape.decide = self._decide
-        stack.callback(regions.remove)
-        regions.install(tape)
+        if not isinstance(tape, PlannedTape):
+            stack.callback(regions.remove)
+            regions.install(tape)
         if not self._binding.final:
             stack.enter_context(Discovery(regions, self._binding.met).watching())
         if isinstance(tape, LedgerTape) or self._needs_modules:
@@ -285,20 +297,23 @@ class Remat:
         stack.enter_context(tape.hooks)
         stack.enter_context(tape)
 
-    def _settle_budget(self, budget: int | float) -> None:
-        """After the first, lean step: take the policy that costs less time, if the budget has room for it."""
-        roots = self._binding.roots
-        if self._ledger is None or not roots:
-            return
-        choice = choose_under_budget(self._ledger, roots, budget)
-        log.info(choice.sentence)
-        if choice.policy is not self._policy:
-            self._policy = choice.policy
-            binding = self._new_binding(self._policy)
-            if self._binding.bound:
-                binding.bind(roots[0])
-            self._binding = binding
-            self._ledger = None
+    def _planned_tape(self) -> Tape | None:
+        """Under a budget, the tape that traces this step or follows a plan; None if the policy has to do."""
+        pilot = self._pilot
+        if pilot is None:
+            return None
+        # In a plain loop the model is not known before the first step has met it; most have borders.
+        has_borders = not self._binding.final or bool(self.blocks)
+        tape = pilot.begin(self._binding.roots, has_borders)
+        if isinstance(tape, TracingTape):
+            self._ledger = pilot.ledger
+            self._clock.on_replay = tape.replayed
+        elif tape is None and pilot.given_up and not self.blocks and self._policy is LEAN:
+            self._policy = SELECTIVE
+            self._binding = self._new_binding(SELECTIVE)
+        if tape is not None and self._verifier is not None:
+            self._verifier.attach(tape)
+        return tape
 
     @property
     def _needs_modules(self) -> bool:
@@ -339,7 +354,7 @@ class Remat:
         problem = self._binding.problem
         if problem is not None and not any(part.named for part in parts):
             raise problem  # no root of this step fits the patterns; nothing has been trained yet
-        if any(part.expected and part.calls for part in parts):
+        if self._pilot is not None or any(part.expected and part.calls for part in parts):
             return
         if self._steps > 1 and not self._binding.bound and any(part.named for part in parts):
             self._begin_anew(self._new_binding(self._policy))  # another model than before: meet it in the next step

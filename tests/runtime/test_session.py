@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_remat import ConfigurationError, Remat
-from lightning_remat.runtime.sizes import format_bytes, parse_budget
+from lightning_remat.sizes import format_bytes, parse_budget
 
 X = torch.linspace(-1, 1, 512).reshape(64, 8)
 

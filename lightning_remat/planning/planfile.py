@@ -1,0 +1,133 @@
+"""Plan files: a plan as JSON, with what is needed to see whether it fits the model that it is used with."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_remat.errors import PlanFileError
+from lightning_remat.planning.plan import PlanResult
+
+VERSION = 1
+_FORMAT = "lightning-remat plan"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanFile:
+    """What a plan file holds.
+
+    Attributes:
+        sequence, sizes: fingerprints of the traced step; see :class:`~lightning_remat.planning.trace.Trace`.
+        names: overload of each op.
+        modules: qualified name of the module that ran it.
+        elements: size of its first output, in elements; -1: unknown.
+        drop: whether its outputs are dropped.
+        lean: the same for the plan with the smallest peak, for shapes that are larger than the traced one.
+        budget_bytes, static_bytes, peak_bytes: what was asked for, what was there between steps, what was predicted.
+        extra_seconds: predicted time of replay.
+        device: type of the device that was traced.
+    """
+
+    sequence: str
+    sizes: str
+    names: tuple[str, ...]
+    modules: tuple[str, ...]
+    elements: tuple[int, ...]
+    drop: tuple[bool, ...]
+    lean: tuple[bool, ...]
+    budget_bytes: int
+    static_bytes: int
+    peak_bytes: int
+    extra_seconds: float
+    device: str
+
+    @classmethod
+    def of(cls, result: PlanResult) -> PlanFile:
+        """The file for a plan."""
+        trace = result.trace
+        return cls(
+            sequence=trace.sequence,
+            sizes=trace.sizes,
+            names=tuple(op.name for op in trace.ops),
+            modules=tuple(op.module for op in trace.ops),
+            elements=tuple(op.size for op in trace.ops),
+            drop=result.chosen.drop,
+            lean=result.smallest.drop,
+            budget_bytes=result.budget_bytes,
+            static_bytes=result.static_bytes,
+            peak_bytes=result.peak_bytes,
+            extra_seconds=result.chosen.extra_seconds,
+            device=trace.device,
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it; a file that is there is replaced only once the new one is whole."""
+        content: dict[str, Any] = {"format": _FORMAT, "version": VERSION}
+        content |= {name: getattr(self, name) for name in self.__dataclass_fields__}
+        content["drop"], content["lean"] = _bits(self.drop), _bits(self.lean)
+        path = Path(path)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False, encoding="utf-8") as file:
+            json.dump(content, file, separators=(",", ":"))
+        os.replace(file.name, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> PlanFile:
+        """Read it.
+
+        Raises:
+            PlanFileError: there is no such file, or it is not whole, not a plan, or from a later version.
+        """
+        again = "Make it anew with policy='auto' and a budget, then save_plan()."
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise PlanFileError(f"policy={str(path)!r}: the plan file cannot be read: {error.strerror}. {again}") from error
+        except UnicodeDecodeError as error:
+            raise PlanFileError(f"policy={str(path)!r}: the plan file is not text. {again}") from error
+        try:
+            content = json.loads(text)
+        except ValueError as error:
+            raise PlanFileError(
+                f"policy={str(path)!r}: the plan file is damaged or cut short ({error}). {again}"
+            ) from error
+        if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
+            raise PlanFileError(f"policy={str(path)!r} is JSON, but not a plan of lightning-remat. {again}")
+        version = content.pop("version", None)
+        if version != VERSION:
+            raise PlanFileError(
+                f"policy={str(path)!r}: the plan file has version {version!r}, and this release reads version {VERSION}. "
+                f"Use the release that wrote it, or make it anew: policy='auto' and a budget, then save_plan()."
+            )
+        try:
+            content["drop"], content["lean"] = _from_bits(content["drop"]), _from_bits(content["lean"])
+            for name in ("names", "modules", "elements"):
+                content[name] = tuple(content[name])
+            plan = cls(**content)
+            plan._check()
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanFileError(f"policy={str(path)!r}: the plan file is damaged ({error}). {again}") from error
+        return plan
+
+    def _check(self) -> None:
+        count = len(self.names)
+        for name in ("modules", "elements", "drop", "lean"):
+            if len(getattr(self, name)) != count:
+                raise ValueError(f"{name} has {len(getattr(self, name))} entries for {count} ops")
+        if not all(isinstance(n, str) for n in (*self.names, *self.modules)):
+            raise ValueError("names of ops and modules must be strings")
+        if not all(isinstance(n, int) for n in (*self.elements, self.budget_bytes, self.static_bytes, self.peak_bytes)):
+            raise ValueError("sizes must be whole numbers")
+
+
+def _bits(flags: tuple[bool, ...]) -> str:
+    return "".join("1" if f else "0" for f in flags)
+
+
+def _from_bits(text: str) -> tuple[bool, ...]:
+    if not isinstance(text, str) or set(text) - {"0", "1"}:
+        raise ValueError("a plan consists of 0 and 1")
+    return tuple(c == "1" for c in text)

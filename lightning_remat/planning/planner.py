@@ -1,0 +1,172 @@
+"""The planner: a budget in, the plan with the least extra time out.
+
+Candidates come from :class:`~lightning_remat.planning.search.Search`; each is judged by the simulator, which knows the
+whole step, and then polished: ops are taken out of the plan as long as it fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from time import perf_counter
+
+from lightning_remat.errors import BudgetError
+from lightning_remat.planning.plan import Candidate, PlanResult, judged
+from lightning_remat.planning.search import Search
+from lightning_remat.planning.simulator import simulate
+from lightning_remat.sizes import format_bytes
+from lightning_remat.planning.trace import OTHER, Trace
+
+
+class Planner:
+    """Everything that can be said about one trace; asked for as many budgets as one likes.
+
+    Args:
+        trace: the step.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.plain = judged(trace, [False] * len(trace.ops))
+        self.search = Search(trace)
+        self.tried: dict[tuple[bool, ...], Candidate] = {self.plain.drop: self.plain}
+
+    def result(
+        self, budget_bytes: int, static_bytes: int = 0, static_parts: Mapping[str, int] | None = None
+    ) -> PlanResult:
+        """The best plan within a budget, with the front that it is taken from.
+
+        Args:
+            budget_bytes: what a step may take, ``static_bytes`` included.
+            static_bytes: what is there between steps.
+            static_parts: what that consists of, for the error.
+
+        Raises:
+            BudgetError: no plan fits.
+        """
+        front = self.front()
+        chosen = self.within(budget_bytes - static_bytes)
+        if chosen is None:
+            raise self._too_small(budget_bytes, static_bytes, static_parts)
+        return PlanResult(
+            trace=self.trace,
+            static_bytes=static_bytes,
+            budget_bytes=budget_bytes,
+            chosen=chosen,
+            front=pareto([*front, *self.tried.values()]),
+            plain=self.plain,
+        )
+
+    def _too_small(self, budget: int, static: int, parts: Mapping[str, int] | None) -> BudgetError:
+        smallest = self.smallest()
+        need = static + smallest.peak_bytes
+        makeup = [f"{name} {format_bytes(size)}" for name, size in (parts or {"static memory": static}).items() if size]
+        run = simulate(self.trace, smallest.drop, timeline=True)
+        others = sum(b for kind, _, b in self.trace.events[: run.peak_event] if kind == OTHER)
+        largest = max(self.trace.ops, key=lambda op: op.scratch + sum(self.trace.nbytes[v] for v in op.outputs))
+        size = largest.scratch + sum(self.trace.nbytes[v] for v in largest.outputs)
+        makeup.append(f"gradients and other memory of the step {format_bytes(others)}")
+        makeup.append(f"activations and their recomputation {format_bytes(smallest.peak_bytes - others)}")
+        where = f" in {largest.module}" if largest.module else ""
+        return BudgetError(
+            f"budget={format_bytes(budget)} is not feasible: the smallest peak of any plan found is "
+            f"{format_bytes(need)} ({', '.join(makeup)}; the largest single op, {largest.name}{where}, takes "
+            f"{format_bytes(size)}). Raise the budget to that, or use a smaller batch or shorter sequences.",
+            budget,
+            need,
+        )
+
+    def judge(self, drop: Sequence[bool]) -> Candidate:
+        """A plan with what the simulator says about it; every plan is simulated once."""
+        key = tuple(drop)
+        found = self.tried.get(key)
+        if found is None:
+            found = self.tried[key] = judged(self.trace, key)
+        return found
+
+    def within(self, budget: int, rough: bool = False) -> Candidate | None:
+        """The best plan whose peak is at most ``budget`` bytes above static memory; None if none was found.
+
+        Args:
+            budget: bytes.
+            rough: take what the search finds, unpolished.
+        """
+        if self.plain.peak_bytes <= budget:
+            return self.plain
+        best = self._best_tried(budget)
+        target = float(budget)
+        for _ in range(2 if rough else 5):
+            drop = self.search.best(target)
+            if drop is None:
+                break
+            found = self.judge(drop)
+            if found.peak_bytes <= budget and (best is None or found.extra_seconds < best.extra_seconds):
+                best = found
+            slack = budget - found.peak_bytes
+            if abs(slack) <= budget * 0.002:
+                break
+            # The search does not see everything that the simulator does: aim lower, or higher.
+            target += slack if slack < 0 else slack / 2
+        return best if best is None or rough else self.polish(best, budget)
+
+    def _best_tried(self, budget: int) -> Candidate | None:
+        fitting = [c for c in self.tried.values() if c.peak_bytes <= budget]
+        return min(fitting, key=lambda c: (c.extra_seconds, c.peak_bytes), default=None)
+
+    def polish(self, candidate: Candidate, budget: int, seconds: float | None = None) -> Candidate:
+        """Keep what need not be dropped: single ops, dearest first, as long as the plan fits and time is left."""
+        ops = self.trace.ops
+        until = perf_counter() + (seconds if seconds is not None else 1e-4 * len(ops))
+        best = candidate
+        order = sorted((o for o, d in enumerate(best.drop) if d), key=lambda o: -ops[o].seconds)
+        for o in order:
+            if perf_counter() > until:
+                break
+            drop = list(best.drop)
+            drop[o] = False
+            found = self.judge(drop)
+            if found.peak_bytes <= budget and found.extra_seconds < best.extra_seconds:
+                best = found
+        return best
+
+    def smallest(self) -> Candidate:
+        """The plan with the smallest peak that the search finds."""
+        low, high = 0.0, float(self.plain.peak_bytes)
+        for _ in range(12):
+            middle = (low + high) / 2
+            drop = self.search.best(middle)
+            if drop is None:
+                low = middle
+            else:
+                self.judge(drop)
+                high = middle
+        return min(self.tried.values(), key=lambda c: (c.peak_bytes, c.extra_seconds))
+
+    def front(self, count: int = 10) -> tuple[Candidate, ...]:
+        """Candidates of which none is better than another in both respects, by rising peak."""
+        smallest = self.smallest().peak_bytes
+        for i in range(1, count):
+            self.within(smallest + (self.plain.peak_bytes - smallest) * i // count, rough=True)
+        return pareto(self.tried.values())
+
+
+def pareto(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    """Those that no other one beats in both peak and time, by rising peak."""
+    found: list[Candidate] = []
+    for candidate in sorted(candidates, key=lambda c: (c.peak_bytes, c.extra_seconds)):
+        if not found or candidate.extra_seconds < found[-1].extra_seconds:
+            found.append(candidate)
+    return tuple(found)
+
+
+def plan(trace: Trace, budget_bytes: int, static_bytes: int = 0) -> PlanResult:
+    """The plan with the least extra time whose simulated peak is within a budget.
+
+    Args:
+        trace: the step.
+        budget_bytes: what a step may take, ``static_bytes`` included.
+        static_bytes: what is there between steps.
+
+    Raises:
+        BudgetError: no plan fits, with the smallest peak that one has and what makes it up.
+    """
+    return Planner(trace).result(budget_bytes, static_bytes)

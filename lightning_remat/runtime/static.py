@@ -1,0 +1,111 @@
+"""Memory that is there between steps: parameters, buffers, gradients that stay, optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+from weakref import WeakSet
+from weakref import ref as weakref
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+
+class Optimizers:
+    """The optimizers that step a model's parameters, met when they step: a plain loop never tells us of them.
+
+    Attributes:
+        steps: how many steps have been seen; what is known of their state is new whenever this has changed.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.found: WeakSet[Optimizer] = WeakSet()
+        self._handle: Any = None
+
+    def watch(self) -> None:
+        """Look out for them, by a hook on all optimizers, until :meth:`stop`; safe to repeat."""
+        if self._handle is None:
+            # Not a bound method: the hook, which is global, must not keep us alive.
+            me = weakref(self)
+
+            def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+                optimizers = me()
+                if optimizers is not None:
+                    optimizers.steps += 1
+                    optimizers.found.add(optimizer)
+
+            self._handle = register_optimizer_step_post_hook(stepped)
+
+    def stop(self) -> None:
+        """Look no longer; those that were found are remembered."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def __del__(self) -> None:
+        self.stop()
+
+    def of(self, roots: Sequence[nn.Module]) -> list[Optimizer]:
+        """Those that step parameters of these models."""
+        ours = {id(p) for root in roots for p in root.parameters()}
+        return [o for o in self.found if any(id(p) in ours for group in o.param_groups for p in group["params"])]
+
+
+def static_parts(roots: Sequence[nn.Module], optimizers: Iterable[Optimizer], device: torch.device) -> dict[str, int]:
+    """Bytes on ``device`` by what they are: parameters, buffers, gradients, optimizer state; other, on CUDA.
+
+    On CUDA "other" is what the allocator has handed out beyond those (batches, caches, the user's own tensors).
+    """
+    parameters = [p for root in roots for p in root.parameters()]
+    parts = {
+        "parameters": _bytes(parameters, device),
+        "buffers": _bytes([b for root in roots for b in root.buffers()], device),
+        "gradients": _bytes([p.grad for p in parameters if p.grad is not None], device),
+        "optimizer state": _bytes(
+            [t for o in optimizers for state in o.state.values() for t in _tensors(state)], device
+        ),
+    }
+    if device.type == "cuda":
+        parts["other"] = max(0, torch.cuda.memory_allocated(device) - sum(parts.values()))
+    return parts
+
+
+def has_gradients(roots: Sequence[nn.Module]) -> bool:
+    """Whether gradients of an earlier backward are still there, as in gradient accumulation."""
+    return any(p.grad is not None for root in roots for p in root.parameters())
+
+
+def device_of(roots: Sequence[nn.Module]) -> torch.device:
+    """Where the first parameter lives; without any, the CUDA device in use, or the CPU."""
+    for root in roots:
+        for p in root.parameters():
+            return p.device
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _bytes(tensors: Sequence[Tensor], device: torch.device) -> int:
+    """Each storage once."""
+    seen: dict[int, int] = {}
+    for t in tensors:
+        if t.device.type == device.type and t.layout is torch.strided:
+            try:
+                storage = t.untyped_storage()
+            except (NotImplementedError, RuntimeError):
+                continue
+            seen[storage.data_ptr() or id(t)] = storage.nbytes()
+    return sum(seen.values())
+
+
+def _tensors(state: Any) -> Iterator[Tensor]:
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, dict):
+        for value in state.values():
+            yield from _tensors(value)
+    elif isinstance(state, (list, tuple)):
+        for value in state:
+            yield from _tensors(value)

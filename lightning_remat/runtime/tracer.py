@@ -1,0 +1,166 @@
+"""From a watched step and its allocations to a trace.
+
+The tape knows which values live when; the allocator knows how much memory there is. The difference is memory that is
+nobody's value: gradients, workspaces, what the user holds. It is the same whatever the plan, so it is taken from the
+traced step: the simulator runs along under the plan that the step had, and what it lacks is written between its events.
+A simulation of that plan therefore agrees with the measured step at every event.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+
+from lightning_remat.engine.ledger import Ledger
+from lightning_remat.engine.plain import watch_backward
+from lightning_remat.engine.replay import Clock
+from lightning_remat.planning.simulator import Simulator
+from lightning_remat.planning.trace import FREE, NEED, NEVER, OTHER, RUN, SAVE, Event, Trace
+from lightning_remat.runtime.memory import PeakResult, Recorder
+from lightning_remat.runtime.tracing import TracingTape
+
+
+class Tracer:
+    """One traced step, from the moment before it begins to the end of its backward.
+
+    Args:
+        clock: the tape's.
+        ledger: the books of the step.
+        device: where memory is counted.
+        keeps: see :class:`~lightning_remat.runtime.tracing.TracingTape`.
+    """
+
+    def __init__(
+        self, clock: Clock, ledger: Ledger, device: torch.device, keeps: frozenset[str] = frozenset()
+    ) -> None:
+        self.recorder = Recorder(device)
+        self.tape = TracingTape(clock, ledger, self.recorder.mark, keeps)
+        self.tape.trace.device = device.type
+        self.running = False
+        self.step_over = False
+        self._unwatch: Callable[[], None] = lambda: None
+
+    def start(self) -> None:
+        """Begin to count."""
+        self.recorder.start()
+        self.running = True
+        self._unwatch = watch_backward(self._backward_ended)
+
+    def stop(self) -> None:
+        """End the count; safe to repeat."""
+        if self.running:
+            self.running = False
+            self._unwatch()
+            self.recorder.stop()
+            self.tape.close()
+
+    def _backward_ended(self) -> None:
+        # Not from inside the engine: there the profiler cannot be switched off for the thread that called.
+        if self.step_over and not self.tape.open_slots:
+            self.stop()
+
+    def measured(self) -> PeakResult:
+        """What was allocated in the step."""
+        return self.recorder.result()
+
+    def trace(self) -> Trace:
+        """The trace, once the count has ended."""
+        tape = self.tape
+        tape.finish()
+        trace = tape.trace
+        raw = tape.raw[: self.recorder.marks]
+        levels, tops, seconds = _between_marks(self.recorder, len(raw))
+        _fill_in(trace, raw, levels, tops, tape.drop(), tape.kept_values, tape.fills)
+        need = next((i for i, event in enumerate(raw) if event[0] == NEED), len(raw))
+        if raw:
+            trace.forward_seconds = seconds[min(need, len(raw) - 1)] - seconds[0]
+            trace.backward_seconds = max(0.0, seconds[-1] - seconds[min(need, len(raw) - 1)])
+        return trace
+
+
+def _between_marks(recorder: Recorder, count: int) -> tuple[list[int], list[int], list[float]]:
+    """Live bytes at each mark and at the end; the most right after an allocation until the next mark; times."""
+    levels = [0] * (count + 1)
+    tops = [NEVER] * count
+    seconds = [0.0] * (count + 1)
+    current = -1
+    live = 0
+    for at, live, change, mark in recorder.stream():
+        if mark >= 0:
+            current = mark
+            if current < count:
+                levels[current] = live
+                seconds[current] = at
+        elif change > 0 and 0 <= current < count:
+            tops[current] = max(tops[current], live)
+        seconds[count] = at
+    levels[count] = live
+    return levels, tops, seconds
+
+
+def _fill_in(
+    trace: Trace,
+    raw: Sequence[Event],
+    levels: Sequence[int],
+    tops: Sequence[int],
+    drop: Sequence[bool],
+    kept: set[int],
+    fills: set[int],
+) -> None:
+    """Write the trace's events: the raw ones, with the memory of others in between."""
+    frees = _frees_of_kept(trace, raw, kept)
+    simulator = Simulator(trace, drop)
+    events: list[Event] = []
+    simulator.live = levels[0] if levels else 0
+    if simulator.live:
+        events.append((OTHER, simulator.live, simulator.live))
+    for i, (kind, a, b) in enumerate(raw):
+        replayed = len(simulator.replayed)
+        if kind == RUN and a in fills:
+            # From here on the memory is a value's, and no longer that of whoever allocated it.
+            taken = sum(trace.nbytes[v] for v in trace.ops[a].outputs)
+            _append_other(events, NEVER, -taken)
+            simulator.live -= taken
+        if kind != OTHER and not (kind == FREE and a in kept):
+            simulator.step(kind, a, b)
+            events.append((kind, a, b))
+        for value in frees.get(i, ()):
+            simulator.step(FREE, value, 0)
+            events.append((FREE, value, 0))
+        top = NEVER
+        if len(simulator.replayed) == replayed and tops[i] > simulator.live:
+            top = tops[i] - simulator.live
+            if kind == RUN:
+                trace.ops[a].scratch = top
+        net = levels[i + 1] - simulator.live
+        if top != NEVER or net:
+            _append_other(events, top, net)
+            simulator.live += net
+    trace.events = events
+
+
+def _append_other(events: list[Event], top: int, net: int) -> None:
+    if events and events[-1][0] == OTHER:
+        _, before, moved = events.pop()
+        top, net = max(before, top + moved if top != NEVER else NEVER), moved + net
+    events.append((OTHER, top, net))
+
+
+def _frees_of_kept(trace: Trace, raw: Sequence[Event], kept: set[int]) -> dict[int, list[int]]:
+    """When the program lets go of values that this step kept: not to be seen, so taken to be their last use."""
+    last: dict[int, int] = {}
+    for i, (kind, a, b) in enumerate(raw):
+        if kind == RUN:
+            for v in (*trace.ops[a].inputs, *trace.ops[a].outputs):
+                last[v] = i
+            if trace.ops[a].writes >= 0:
+                last.pop(trace.ops[a].writes, None)
+        elif kind == SAVE:
+            last[b] = i
+    found: dict[int, list[int]] = defaultdict(list)
+    for value in kept:
+        if value in last:
+            found[last[value]].append(value)
+    return found

@@ -1,0 +1,298 @@
+"""Watching one real step closely: a tape that drops all it can between borders, and writes down everything that happens.
+
+The step is a step like any other: its results are exact, and it needs little memory, since all that is kept are block
+borders. Dropping everything is also what makes it tell most: a dropped value's storage dies when the *program* lets go
+of it, and every op that is replayed is timed a second time, warm.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from statistics import median
+from time import perf_counter
+from typing import Any
+from weakref import ref as weakref
+
+import torch
+from torch import Tensor
+
+from lightning_remat.engine.actions import COUNT, ActionTable, counted
+from lightning_remat.engine.ledger import Ledger, LedgerTape
+from lightning_remat.engine.planned import action_for, first_tensor
+from lightning_remat.engine.replay import Clock
+from lightning_remat.engine.rules import Rule, rule_for
+from lightning_remat.engine.values import Blank, Op, Value
+from lightning_remat.planning.trace import FREE, NEED, OTHER, RELEASE, RUN, SAVE, Event, Trace, TraceOp
+
+_grad_enabled = torch.is_grad_enabled
+_next_number = torch._C._autograd._get_sequence_nr
+
+
+class Slot:
+    """What autograd holds in place of a saved tensor during a traced step: an object of its own, to see it die."""
+
+    __slots__ = ("__weakref__", "number", "packed")
+
+    def __init__(self, number: int, packed: Any) -> None:
+        self.number = number
+        self.packed = packed
+
+
+class _Listener:
+    """Passes on what the tape tells; an attribute of the tape has the name of one of these methods already."""
+
+    def __init__(self, tape: TracingTape) -> None:
+        self.tape = tape
+
+    def recorded(self, op: Op, args: Any, kwargs: Any, out: Any) -> None:
+        """An op was recorded."""
+        self.tape._last = op
+
+    def packed(self, tensor: Tensor, packed: Any) -> None:
+        """Autograd has saved a tensor; see :meth:`TracingTape.pack`."""
+
+    def kept(self, tensor: Tensor, value: Value) -> None:
+        """A value is kept after all."""
+        self.tape.kept_after_all(tensor)
+
+
+class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
+    """A tape that drops whatever it can and notes every event.
+
+    Args:
+        clock: what replay has cost.
+        ledger: see :class:`~lightning_remat.engine.ledger.LedgerTape`.
+        mark: called once for every entry of ``raw``, to find its place among allocations.
+        keeps: kinds of op whose results are kept, for a model in which no borders are known.
+
+    Attributes:
+        trace: ops and values; its events come later, when allocations are known.
+        raw: events so far. OTHER stands for the end of a replay here.
+        functions: the overload of each op of the trace.
+        kept_values: values that were kept after all.
+        fills: ops whose output lies in memory that was allocated before.
+        open_slots: saved tensors that autograd still holds.
+    """
+
+    def __init__(
+        self, clock: Clock, ledger: Ledger, mark: Callable[[], None], keeps: frozenset[str] = frozenset()
+    ) -> None:
+        super().__init__(clock, ledger)
+        self.trace = Trace(source="step")
+        self.raw: list[Event] = []
+        self.functions: list[Any] = []
+        self.kept_values: set[int] = set()
+        self.fills: set[int] = set()
+        self.open_slots: dict[Any, int] = {}
+        self._mark = mark
+        self._keeps = keeps
+        self._table = ActionTable(counted)
+        self._values: dict[Any, int] = {}  # storage -> value
+        self._last: Op | None = None
+        self._moving = False
+        self._of_op: dict[int, int] = {}  # the tape's op -> ours
+        self._samples: dict[Any, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+        self._signatures: list[Any] = []
+        self._nodes: dict[int, int] = {}  # number of an autograd node -> the op that it belongs to
+        self._saved_by: list[int] = []  # for each slot, such a number
+        self.observers.append(_Listener(self))
+        self._wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+
+    def _event(self, kind: int, a: int = 0, b: int = 0) -> None:
+        self._mark()
+        self.raw.append((kind, a, b))
+
+    # ------------------------------------------------------------------ forward
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one op, drop its result if that can be done, and write it down."""
+        if self.paused:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        kwargs = kwargs or {}
+        action = self._table.get(id(func))
+        if action is None:
+            action = self._table[id(func)] = counted(rule_for(func))
+        if action != COUNT:
+            out = self.act(action, func, args, kwargs)
+        elif _grad_enabled():
+            out = self._count(func, rule_for(func), args, kwargs)
+        else:
+            rule = rule_for(func)
+            out = self.act(action_for(rule, False), func, args, kwargs)
+            self._overwritten(rule, args, kwargs, out)
+        self.ledger.made(func, out)
+        return out
+
+    def _count(self, func: Any, rule: Rule, args: Any, kwargs: dict[str, Any]) -> Any:
+        o = len(self.functions)
+        self.functions.append(func)
+        flat = list(_tensors([*args, *kwargs.values()]))
+        inputs = [v for t in flat if (v := self._value_of(t)) is not None]
+        entry = TraceOp(rule.name, self.ledger.modules.current, rule.kind, tuple(dict.fromkeys(inputs)), ())
+        self.trace.ops.append(entry)
+        signature = (func, tuple([(tuple(t.shape), t.dtype) for t in flat]))
+        self._signatures.append(signature)
+        self._event(RUN, o)
+        # The node of this op, if it has one, took the last number that was given out.
+        self._nodes.setdefault(_next_number(), o)
+        self._last = None
+        self._moving = rule.moves
+        self._wait()
+        start = perf_counter()
+        out = self.act(action_for(rule, True), func, args, kwargs)
+        self._wait()
+        self._samples[signature][0].append(perf_counter() - start)
+        self._moving = False
+        first = first_tensor(out)
+        entry.size = -1 if first is None else first.numel()
+        op, self._last = self._last, None
+        entry.droppable = op is not None
+        if op is not None:
+            self._dropped(o, op, entry, out, args)
+            if rule.kind in self._keeps:
+                for t in out if isinstance(out, (tuple, list)) else (out,):
+                    if isinstance(t, Tensor):
+                        self.keep(t)
+        elif not rule.moves:
+            entry.outputs, entry.writes = self._overwritten(rule, args, kwargs, out, o)
+        return out
+
+    def _dropped(self, o: int, op: Op, entry: TraceOp, out: Any, args: Any) -> None:
+        """The tape has recorded the op; its outputs are values that a plan decides about."""
+        self._of_op[op.index] = o
+        if op.extra is not None and op.extra[2] is not None:
+            entry.state = op.extra[2][1].nbytes
+        if op.args and op.args[0].__class__ is Blank:
+            self.fills.add(o)
+            entry.outputs = (self._new(args[0], o),)
+        elif op.extra is not None and op.extra[1] is not None and op.extra[1].form == "write":
+            key = weakref(args[0].untyped_storage())
+            entry.writes = self._values.get(key, -1)
+            entry.outputs = (self._rename(key, args[0], o) if entry.writes >= 0 else self._new(args[0], o),)
+        else:
+            outs = out if isinstance(out, (tuple, list)) else (out,)
+            entry.outputs = tuple([self._new(outs[position], o) for position, _ in op.outs])
+
+    def _new(self, tensor: Tensor, o: int) -> int:
+        storage = tensor.untyped_storage()
+        self._values[weakref(storage, self._gone)] = number = self._number(storage.nbytes(), o)
+        return number
+
+    def _rename(self, key: Any, tensor: Tensor, o: int) -> int:
+        """The storage holds another value from now on; the table goes on with the key that it has."""
+        self._values[key] = number = self._number(tensor.untyped_storage().nbytes(), o)
+        return number
+
+    def _number(self, nbytes: int, o: int) -> int:
+        self.trace.nbytes.append(nbytes)
+        self.trace.makers.append(o)
+        return len(self.trace.nbytes) - 1
+
+    def _overwritten(
+        self, rule: Rule, args: Any, kwargs: dict[str, Any], out: Any, o: int = -1
+    ) -> tuple[tuple[int, ...], int]:
+        """Values whose storage an op wrote that was not recorded: their new content stays."""
+        if rule.form != "write" or rule.moves:
+            return (), -1
+        outputs: tuple[int, ...] = ()
+        writes = -1
+        for w in rule.writes:
+            written = kwargs.get(w) if isinstance(w, str) else args[w] if w < len(args) else None
+            for t in _tensors([written]):
+                key = weakref(t.untyped_storage()) if t.layout is torch.strided else None
+                value = self._values.get(key)
+                if value is None:
+                    continue
+                if o >= 0 and writes < 0:
+                    writes = value
+                    outputs = (self._rename(key, t, o),)
+                else:
+                    del self._values[key]
+                    self._event(FREE, value)
+        return outputs, writes
+
+    def _value_of(self, tensor: Tensor) -> int | None:
+        try:
+            return self._values.get(weakref(tensor.untyped_storage()))
+        except (NotImplementedError, RuntimeError):
+            return None
+
+    def _gone(self, key: Any) -> None:
+        value = self._values.pop(key, None)
+        if value is not None:
+            self._event(FREE, value)
+
+    def kept_after_all(self, tensor: Tensor) -> None:
+        """A dropped value is kept: at a border, or since it cannot be dropped."""
+        number = self._value_of(tensor)
+        if number is not None:
+            self.kept_values.add(number)
+            if self._moving:
+                self.trace.ops[self.trace.makers[number]].droppable = False
+
+    # ------------------------------------------------------------------ autograd's side
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Autograd saves a tensor."""
+        packed = super().pack(tensor)
+        value = self._value_of(tensor)
+        if value is None or packed.__class__ is not tuple:
+            return packed
+        slot = Slot(self.trace.slots, packed)
+        self.trace.slots += 1
+        self._event(SAVE, slot.number, value)
+        self._saved_by.append(_next_number())
+        self.open_slots[weakref(slot, self._released)] = slot.number
+        return slot
+
+    def unpack(self, packed: Any) -> Tensor:
+        """Autograd asks for one."""
+        if packed.__class__ is not Slot:
+            return super().unpack(packed)
+        self._event(NEED, packed.number)
+        before = self.clock.replayed_ops
+        out = super().unpack(packed.packed)
+        if self.clock.replayed_ops != before:
+            self._event(OTHER)
+        return out
+
+    def _released(self, key: Any) -> None:
+        slot = self.open_slots.pop(key, None)
+        if slot is not None:
+            self._event(RELEASE, slot)
+
+    def replayed(self, op: Op, seconds: float) -> None:
+        """An op was run again."""
+        self.ledger.replayed(op, seconds)
+        o = self._of_op.get(op.index)
+        if o is not None:
+            self._samples[self._signatures[o]][1].append(seconds)
+
+    # ------------------------------------------------------------------ the end
+
+    def close(self) -> None:
+        """Hold on to nothing of the step any more."""
+        self.observers.clear()
+        self._last = None
+        self._mark = lambda: None
+
+    def finish(self) -> None:
+        """Say whose node saved what, and give every op its time: over all ops of its kind and shapes, the replays' median, or that of forward."""
+        self.trace.savers = [self._nodes.get(number, -1) for number in self._saved_by]
+        for entry, signature in zip(self.trace.ops, self._signatures, strict=True):
+            first, again = self._samples[signature]
+            entry.seconds = median(again or first)
+
+    def drop(self) -> list[bool]:
+        """The plan that this step ran under."""
+        kept = self.kept_values
+        return [op.droppable and not any(v in kept for v in op.outputs) for op in self.trace.ops]
+
+
+def _tensors(items: Any) -> Iterator[Tensor]:
+    for item in items:
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, (list, tuple)):
+            yield from _tensors(item)

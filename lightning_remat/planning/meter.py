@@ -24,6 +24,7 @@ from lightning_remat.planning.known import call_known
 from lightning_remat.planning.roofline import seconds_for, speed_of, tensors_of
 from lightning_remat.planning.trace import FREE, NEED, NEVER, OTHER, RELEASE, RUN, SAVE, Trace, TraceOp
 
+_next_number = torch._C._autograd._get_sequence_nr
 _SIDE = 32  # as in engine/tape.py: an output with at most this part of the first one's elements is kept
 _STATE_BYTES = {"cpu": 5056}  # of a recorded generator state; on accelerators it is a seed and an offset
 _STATE_BYTES_ELSEWHERE = 16
@@ -34,15 +35,14 @@ _SIMPLE = (
 
 
 class _Storage:
-    """What is known of one storage: its bytes, the value that it holds (-1: none), and whose the bytes are."""
+    """What is known of one storage: its bytes, and the value that it holds, whose the bytes then are; -1: none."""
 
-    __slots__ = ("droppable", "nbytes", "outside", "owned", "read", "value")
+    __slots__ = ("droppable", "nbytes", "outside", "read", "value")
 
     def __init__(self, nbytes: int, outside: bool = False) -> None:
         self.nbytes = nbytes
         self.outside = outside  # it was there before the step, or is a stand-in
         self.value = -1
-        self.owned = False  # its bytes are the value's, not in OTHER events
         self.droppable = False  # the tape would have dropped what it holds
         self.read = False  # an op that the tape records has read it
 
@@ -50,12 +50,11 @@ class _Storage:
 class _Saved:
     """What autograd holds for a saved tensor; its end is the slot's release."""
 
-    __slots__ = ("__weakref__", "geometry", "slot", "tensor")
+    __slots__ = ("__weakref__", "geometry", "slot")
 
-    def __init__(self, slot: int, geometry: tuple[Any, ...] | None, tensor: Tensor | None) -> None:
+    def __init__(self, slot: int, geometry: tuple[Any, ...]) -> None:
         self.slot = slot
         self.geometry = geometry
-        self.tensor = tensor
 
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
@@ -84,6 +83,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __in
         self._speed = speed_of(device)
         self._state_bytes = _STATE_BYTES.get(device, _STATE_BYTES_ELSEWHERE)
         self._storages: dict[Any, _Storage] = {}
+        self._nodes: dict[int, int] = {}  # number of an autograd node -> the op that it belongs to
+        self._saved_by: list[int] = []  # for each slot, such a number
         self._slots: dict[Any, int] = {}
         self._top, self._net = NEVER, 0
         self._closed = self._paused = False
@@ -100,6 +101,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __in
     def close(self) -> Trace:
         """The step is over. What is still alive (gradients) stays in the trace as never released."""
         self._flush()
+        self.trace.savers = [self._nodes.get(number, -1) for number in self._saved_by]
         self._closed = True
         self._storages.clear()
         self._slots.clear()
@@ -118,7 +120,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __in
         rule = rule_for(func)
         self.where = self._module()
         out = call_known(rule, func, args, kwargs, inputs)
-        if rule.form == "view" or rule.moves:
+        if rule.form == "view":
             return out
         seconds = seconds_for(func, args, kwargs, out, self._speed)
         backward = self.in_backward or torch._C._current_autograd_node() is not None
@@ -127,17 +129,17 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __in
         else:
             self.trace.forward_seconds += seconds
         made = [] if rule.form == "write" else self._made(rule.name, args, out)
-        scratch = scratch_bytes(self.trace.device, rule.name, args, out)
-        recording = not backward and torch.is_grad_enabled() and rule.form not in ("blank", "higher")
-        if rule.form == "write":
-            self._written(rule, args, kwargs, inputs, seconds, recording)
-        elif recording and made:
+        # What a tape that goes by position counts (engine/actions.py, counted), so that plans fit.
+        if not backward and torch.is_grad_enabled() and rule.form in ("pure", "write"):
             self._ran(rule, args, kwargs, out, inputs, made, seconds)
+        elif rule.form == "write" and not rule.moves:
+            self._overwritten(rule, args, kwargs)
         # What is no value's memory by now is nobody's. A sum of two gradients is made in place outside of a mode.
         quiet = backward and sums_gradients(rule.name, args)
         for storage in {id(storage): storage for _, storage in made}.values():
-            if not storage.owned:
+            if storage.value < 0:
                 self._other(storage.nbytes, quiet)
+        scratch = scratch_bytes(self.trace.device, rule.name, args, out)
         if scratch:
             self._other(scratch)
             self._other(-scratch)
@@ -183,88 +185,97 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __in
         made: list[tuple[int, _Storage]],
         seconds: float,
     ) -> None:
-        """An op that makes something new; what Tape._record and Tape._make_several decide is decided here."""
-        outs = out if isinstance(out, (tuple, list)) else (out,)
-        droppable = rule.kind not in ("fixed", "factory") and _describable((args, kwargs))
-        droppable = droppable and all(o.layout is torch.strided for o in tensors_of(out))
-        droppable = droppable and not (
-            rule.transfers and kwargs.get("device") not in (None, args[0].device)
-        )  # it crosses the bus
-        if len({id(storage) for _, storage in made}) < len(made):
-            droppable = False  # one value cannot stand for two outputs
-            made = list({id(entry[1]): entry for entry in made}.values())
-        first = outs[0].numel() if isinstance(outs[0], Tensor) else 0
-        if droppable:
-            made = [(p, s) for p, s in made if p == 0 or s.nbytes // outs[p].element_size() > first // _SIDE]
-        self._run(rule, args, inputs, made, droppable, seconds, size=first)
-
-    def _written(
-        self, rule: Rule, args: Any, kwargs: dict[str, Any], inputs: list[Tensor], seconds: float, recording: bool
-    ) -> None:
-        """An op that changes arguments; what Writes._write decides is decided here."""
-        if recording and rule.in_place and args[0].layout is torch.strided:
-            target = args[0]
-            storage = self._entry(target)
-            fills = rule.fills and target.numel() * target.element_size() == storage.nbytes
-            fresh = rule.draws and fills and not (storage.outside or storage.read)
-            if (storage.droppable or fresh) and _describable((args, kwargs)):
-                if not storage.owned:
-                    self._other(-storage.nbytes)  # nobody's memory becomes a value's
-                reads = [t for t in inputs if not (fills and t is target)]
-                writes = storage.value if storage.owned else -1
-                made = [(0, storage)]
-                self._run(rule, args, reads, made, True, seconds, size=target.numel(), writes=writes)
-                return
-        for written in rule.writes:
-            value = kwargs.get(written) if isinstance(written, str) else args[written] if written < len(args) else None
-            for target in tensors_of(value):
-                storage = self._entry(target)
-                if storage.owned:
-                    # A value that could be dropped takes on content that cannot: the same bytes, a new value.
-                    old = storage.value
-                    self._run(rule, args, inputs, [(0, storage)], False, seconds, size=target.numel(), writes=old)
-
-    def _run(
-        self,
-        rule: Rule,
-        args: Any,
-        inputs: list[Tensor],
-        made: list[tuple[int, _Storage]],
-        droppable: bool,
-        seconds: float,
-        size: int,
-        writes: int = -1,
-    ) -> None:
+        """Write down an op, and the values whose bytes are theirs from now on."""
         trace = self.trace
+        number = len(trace.ops)
+        writes, target = -1, None
+        if rule.form == "write":
+            target, droppable = self._target(rule, args, kwargs)
+            values = [] if target is None else [target]
+            writes = -1 if target is None else target.value
+        else:
+            values = self._droppable(rule, args, kwargs, out, made)
+            droppable = bool(values)
+        if droppable and target is not None and _fills(rule, args[0], target):
+            inputs = [t for t in inputs if t is not args[0]]
         read = []
         for tensor in inputs:
             entry = self._entry(tensor)
             entry.read = entry.read or droppable
             if entry.value >= 0 and entry.value not in read:
                 read.append(entry.value)
-        outputs = []
-        for _, storage in made:
-            storage.owned = storage.owned or droppable
-            storage.droppable = droppable
+        for storage in values:
+            if storage is target and storage.value < 0:
+                self._other(-storage.nbytes)  # nobody's memory becomes a value's
             storage.value = len(trace.nbytes)
-            outputs.append(storage.value)
-            trace.nbytes.append(storage.nbytes if storage.owned else 0)
-            trace.makers.append(len(trace.ops))
+            storage.droppable = droppable
+            trace.nbytes.append(storage.nbytes)
+            trace.makers.append(number)
         random = rule.kind == "random" or (rule.dropout is not None and _given(args, rule.dropout))
-        op = TraceOp(
-            name=rule.name,
-            module=self.where,
-            kind=rule.kind,
-            inputs=tuple(read),
-            outputs=tuple(outputs),
-            writes=writes,
-            droppable=droppable,
-            seconds=seconds,
-            state=self._state_bytes if random else 0,
-            size=size,
+        first = tensors_of(out)[:1]
+        # The node of this op, if it has one, took the last number that was given out.
+        self._nodes.setdefault(_next_number(), number)
+        self._emit(RUN, number)
+        trace.ops.append(
+            TraceOp(
+                name=rule.name,
+                module=self.where,
+                kind=rule.kind,
+                inputs=tuple(read),
+                outputs=tuple(storage.value for storage in values),
+                writes=writes,
+                droppable=droppable,
+                seconds=seconds,
+                state=self._state_bytes if random and droppable else 0,
+                size=first[0].numel() if first else -1,
+            )
         )
-        self._emit(RUN, len(trace.ops))
-        trace.ops.append(op)
+
+    def _droppable(
+        self, rule: Rule, args: Any, kwargs: dict[str, Any], out: Any, made: list[tuple[int, _Storage]]
+    ) -> list[_Storage]:
+        """Which of its results the tape can drop: what Tape._record and Tape._make_several decide is decided here."""
+        outs = out if isinstance(out, (tuple, list)) else (out,)
+        if rule.kind in ("fixed", "factory") or not _describable((args, kwargs)):
+            return []
+        if rule.transfers and kwargs.get("device") not in (None, args[0].device):
+            return []  # it crosses the bus
+        if any(o.layout is not torch.strided for o in tensors_of(out)):
+            return []
+        if len({id(storage) for _, storage in made}) < len(made):
+            return []  # one value cannot stand for two outputs
+        small = outs[0].numel() // _SIDE if made and isinstance(outs[0], Tensor) else 0
+        return [s for position, s in made if position == 0 or s.nbytes // outs[position].element_size() > small]
+
+    def _target(self, rule: Rule, args: Any, kwargs: dict[str, Any]) -> tuple[_Storage | None, bool]:
+        """The value's storage that an op writes, and whether the tape can drop its new content; see Writes._write."""
+        if rule.moves:
+            return None, False
+        if rule.in_place and args[0].layout is torch.strided and _describable((args, kwargs)):
+            storage = self._entry(args[0])
+            fresh = rule.draws and _fills(rule, args[0], storage) and not (storage.outside or storage.read)
+            if storage.droppable or (fresh and storage.value < 0):
+                return storage, True
+        return self._overwritten(rule, args, kwargs, one_goes_on=True), False
+
+    def _overwritten(
+        self, rule: Rule, args: Any, kwargs: dict[str, Any], one_goes_on: bool = False
+    ) -> _Storage | None:
+        """Values take on content that no plan can drop: the first may live on as another value, the others end."""
+        first = None
+        for written in rule.writes:
+            found = kwargs.get(written) if isinstance(written, str) else args[written] if written < len(args) else None
+            for target in tensors_of(found):
+                storage = self._entry(target)
+                if storage.value < 0:
+                    continue
+                if one_goes_on and first is None:
+                    first = storage
+                else:
+                    self._emit(FREE, storage.value)
+                    storage.value, storage.droppable = -1, False
+                    self._other(storage.nbytes)
+        return first
 
     # ------------------------------------------------------------------ events
 
@@ -288,10 +299,10 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __in
         storage = self._storages.pop(key, None)
         if storage is None or self._closed:
             return
-        if not storage.owned and not storage.outside:
-            self._other(-storage.nbytes)
         if storage.value >= 0:
             self._emit(FREE, storage.value)
+        elif not storage.outside:
+            self._other(-storage.nbytes)
 
     # ------------------------------------------------------------------ autograd's side
 
@@ -299,14 +310,11 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __in
         storage = self._entry(tensor)
         if self._closed or storage.value < 0:
             return tensor.detach()
-        slot = self.trace.slots
+        saved = _Saved(self.trace.slots, (tensor.size(), tensor.stride(), tensor.dtype, tensor.device))
         self.trace.slots += 1
-        if storage.owned:
-            saved = _Saved(slot, (tensor.size(), tensor.stride(), tensor.dtype, tensor.device), None)
-        else:
-            saved = _Saved(slot, None, tensor.detach())
-        self._slots[weakref(saved, self._released)] = slot
-        self._emit(SAVE, slot, storage.value)
+        self._slots[weakref(saved, self._released)] = saved.slot
+        self._emit(SAVE, saved.slot, storage.value)
+        self._saved_by.append(_next_number())
         return saved
 
     def _unpack(self, saved: Any) -> Tensor:
@@ -315,9 +323,6 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __in
             return tensor
         if not self._closed:
             self._emit(NEED, saved.slot)
-        if saved.geometry is None:
-            assert saved.tensor is not None
-            return saved.tensor
         size, stride, dtype, device = saved.geometry
         self._paused = True
         try:
@@ -342,6 +347,11 @@ def _describable(value: Any) -> bool:
     if isinstance(value, dict):
         return all(_describable(entry) for entry in value.values())
     return isinstance(value, _SIMPLE)
+
+
+def _fills(rule: Rule, target: Tensor, storage: _Storage) -> bool:
+    """Whether a write leaves nothing of what the storage held."""
+    return rule.fills and target.numel() * target.element_size() == storage.nbytes
 
 
 def _given(args: Any, position: int) -> bool:

@@ -46,10 +46,15 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def fake_module(mode: FakeTensorMode, module: nn.Module) -> nn.Module:
+def fake_module(mode: FakeTensorMode, module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """A copy of a module whose parameters and buffers are fake; small buffers of whole numbers are copied.
 
     The module itself is only read. It may be on any device, ``meta`` included.
+
+    Args:
+        mode: of the step.
+        module: what to copy.
+        dtype: of all floating point parameters and buffers of the copy; None: as they are.
 
     Raises:
         ConfigurationError: it has lazy parameters, or cannot be copied.
@@ -61,9 +66,9 @@ def fake_module(mode: FakeTensorMode, module: nn.Module) -> nn.Module:
                 f"the parameter {name!r} has no shape yet (a lazy module): run the model once on a real batch first."
             )
         if id(parameter) not in memo:
-            memo[id(parameter)] = nn.Parameter(_fake(mode, parameter), parameter.requires_grad)
+            memo[id(parameter)] = nn.Parameter(_fake(mode, parameter, dtype), parameter.requires_grad)
     for buffer in module.buffers():
-        memo[id(buffer)] = _stand_in(mode, buffer)
+        memo[id(buffer)] = _stand_in(mode, buffer, dtype)
     try:
         return copy.deepcopy(module, memo)
     except Exception as error:
@@ -74,20 +79,25 @@ def fake_module(mode: FakeTensorMode, module: nn.Module) -> nn.Module:
         ) from error
 
 
-def fake_batch(mode: FakeTensorMode, batch: _T) -> _T:
-    """A batch (tensors in any nesting) with fake tensors; small ones of whole numbers are copied."""
-    made: _T = tree_map_only(Tensor, lambda tensor: _stand_in(mode, tensor), batch)
+def fake_batch(mode: FakeTensorMode, batch: _T, dtype: torch.dtype | None = None) -> _T:
+    """A batch (tensors in any nesting) with fake tensors; small ones of whole numbers are copied.
+
+    ``dtype`` is that of all floating point tensors in it; None: as they are.
+    """
+    made: _T = tree_map_only(Tensor, lambda tensor: _stand_in(mode, tensor, dtype), batch)
     return made
 
 
-def _stand_in(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().clone() if is_known(tensor) else _fake(mode, tensor)
+def _stand_in(mode: FakeTensorMode, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.detach().cpu().clone() if is_known(tensor) else _fake(mode, tensor, dtype)
 
 
-def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+def _fake(mode: FakeTensorMode, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if dtype is None or not tensor.is_floating_point():
+        dtype = tensor.dtype
     with mode:
         if tensor.layout is torch.strided:
-            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="cpu")
     return mode.from_tensor(tensor, static_shapes=True)
 
 

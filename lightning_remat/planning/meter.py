@@ -258,9 +258,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __in
                 return storage, True
         return self._overwritten(rule, args, kwargs, one_goes_on=True), False
 
-    def _overwritten(
-        self, rule: Rule, args: Any, kwargs: dict[str, Any], one_goes_on: bool = False
-    ) -> _Storage | None:
+    def _overwritten(self, rule: Rule, args: Any, kwargs: dict[str, Any], one_goes_on: bool = False) -> _Storage | None:
         """Values take on content that no plan can drop: the first may live on as another value, the others end."""
         first = None
         for written in rule.writes:

@@ -198,7 +198,7 @@ class _Asked:
             function = named("--step", step)
             if not callable(function):
                 raise ConfigurationError(
-                    f"--step={step!r} is a {type(function).__name__}: name a function of module and batch."
+                    f"--step={step!r} is of type {type(function).__name__}: name a function of module and batch."
                 )
             return function
         own = None if of_forward else training_step_of(module)

@@ -110,7 +110,7 @@ def built(option: str, text: str, on_meta: bool) -> nn.Module:
     if not isinstance(found, nn.Module):
         if not callable(found):
             raise ConfigurationError(
-                f"{option}={text!r} is a {type(found).__name__}: name a module, or a class or function that makes one."
+                f"{option}={text!r} is of type {type(found).__name__}: name a module, or a class or function that makes one."
             )
         try:
             with torch.device("meta") if on_meta else nullcontext():
@@ -140,7 +140,7 @@ def batches_from(option: str, text: str) -> MakeBatch:
     function = named(option, text)
     if not callable(function):
         raise ConfigurationError(
-            f"{option}={text!r} is a {type(function).__name__}: name a function of the batch size."
+            f"{option}={text!r} is of type {type(function).__name__}: name a function of the batch size."
         )
 
     def make(count: int) -> Any:

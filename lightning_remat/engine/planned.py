@@ -32,7 +32,8 @@ from lightning_remat.engine.tape import Tape
 _grad_enabled = torch.is_grad_enabled
 
 Instruction = tuple[Any, int, int]
-"""(overload or its name, action, elements of its first output; -1: of no interest; below: see careful_script)."""
+"""(overload, action, elements of its first output); elements of -1 are of no interest, below that see careful_script.
+In a script from a file, at first: (overload's name, 1 if its outputs are dropped, elements)."""
 
 Script = list[Instruction]
 
@@ -128,12 +129,12 @@ class PlannedTape(Tape):  # type: ignore[no-untyped-call]  # torch's __init_subc
         """The op is not the one that the script holds by identity: maybe by name, maybe in another script."""
         rule = rule_for(func)
         if not self.lost:
-            found = self._matching(position, func, rule.name)
+            found = self._matching(position, func, rule)
             if found is None:
                 other = self.on_other_op(position, rule.name)
                 if other is not None:
                     self.script = other
-                    found = self._matching(position, func, rule.name)
+                    found = self._matching(position, func, rule)
             if found is not None:
                 return found
             self.lost = True
@@ -142,15 +143,17 @@ class PlannedTape(Tape):  # type: ignore[no-untyped-call]  # torch's __init_subc
             action = self.fallback[id(func)] = self.fallback.make(rule)
         return action, -1
 
-    def _matching(self, position: int, func: Any, name: str) -> tuple[int, int] | None:
+    def _matching(self, position: int, func: Any, rule: Rule) -> tuple[int, int] | None:
         if position >= len(self.script):
             return None
         expected, action, size = self.script[position]
         if expected is func:
             return action, size
-        if expected != name:
+        if expected != rule.name:
             return None
-        self.script[position] = (func, action, size)  # a script from a file knows names only
+        # A script from a file knows names, and 1 for what is dropped; from now on it knows the op.
+        action = action_for(rule, bool(action))
+        self.script[position] = (func, action, size)
         return action, size
 
     def _other_size(self, position: int, size: int, expected: int) -> None:

@@ -1,1 +1,1 @@
-"""From a step that was seen to a plan: trace, simulator, planner, plan files. Knows the engine's rules, runs no model."""
+"""From a step that was seen to a plan: trace, simulator, planner, plan files. Runs no model."""

@@ -70,7 +70,9 @@ class PlanFile:
         content |= {name: getattr(self, name) for name in self.__dataclass_fields__}
         content["drop"], content["lean"] = _bits(self.drop), _bits(self.lean)
         path = Path(path)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False, encoding="utf-8") as file:
+        with tempfile.NamedTemporaryFile(
+            "w", dir=path.parent, prefix=path.name, delete=False, encoding="utf-8"
+        ) as file:
             json.dump(content, file, separators=(",", ":"))
         os.replace(file.name, path)
 
@@ -85,7 +87,9 @@ class PlanFile:
         try:
             text = Path(path).read_text(encoding="utf-8")
         except OSError as error:
-            raise PlanFileError(f"policy={str(path)!r}: the plan file cannot be read: {error.strerror}. {again}") from error
+            raise PlanFileError(
+                f"policy={str(path)!r}: the plan file cannot be read: {error.strerror}. {again}"
+            ) from error
         except UnicodeDecodeError as error:
             raise PlanFileError(f"policy={str(path)!r}: the plan file is not text. {again}") from error
         try:
@@ -99,7 +103,7 @@ class PlanFile:
         version = content.pop("version", None)
         if version != VERSION:
             raise PlanFileError(
-                f"policy={str(path)!r}: the plan file has version {version!r}, and this release reads version {VERSION}. "
+                f"policy={str(path)!r}: the plan file has version {version!r}, and this release reads {VERSION}. "
                 f"Use the release that wrote it, or make it anew: policy='auto' and a budget, then save_plan()."
             )
         try:
@@ -123,11 +127,18 @@ class PlanFile:
             raise ValueError("sizes must be whole numbers")
 
 
+def plan_path(policy: object) -> str | None:
+    """The path, if what a user gave as a policy names a plan file: it ends in ``.json``."""
+    if isinstance(policy, (str, os.PathLike)) and str(policy).lower().endswith(".json"):
+        return str(policy)
+    return None
+
+
 def _bits(flags: tuple[bool, ...]) -> str:
     return "".join("1" if f else "0" for f in flags)
 
 
-def _from_bits(text: str) -> tuple[bool, ...]:
+def _from_bits(text: object) -> tuple[bool, ...]:
     if not isinstance(text, str) or set(text) - {"0", "1"}:
         raise ValueError("a plan consists of 0 and 1")
     return tuple(c == "1" for c in text)

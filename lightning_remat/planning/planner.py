@@ -7,15 +7,15 @@ whole step, and then polished: ops are taken out of the plan as long as it fits.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from time import perf_counter
 
 from lightning_remat.errors import BudgetError
 from lightning_remat.planning.plan import Candidate, PlanResult, judged
+from lightning_remat.planning.polish import Polish
+from lightning_remat.planning.pricing import Pricing
 from lightning_remat.planning.search import Search
 from lightning_remat.planning.simulator import simulate
-from lightning_remat.sizes import format_bytes
 from lightning_remat.planning.trace import OTHER, Trace
-
+from lightning_remat.sizes import format_bytes
 
 class Planner:
     """Everything that can be said about one trace; asked for as many budgets as one likes.
@@ -28,6 +28,12 @@ class Planner:
         self.trace = trace
         self.plain = judged(trace, [False] * len(trace.ops))
         self.search = Search(trace)
+        # Plans to simulate in polishing: little beside what a plan is used for, and enough to try a lot on small traces.
+        self._events = max(1, len(trace.events))
+        self._patience = min(2500, max(40, 500_000 // self._events))
+        self._pricing = Pricing(self.search.layout, self.judge)
+        graph = self.search.layout.graph
+        self._polish = Polish(trace, self.judge, [o for o, droppable in enumerate(graph.droppable) if droppable])
         self.tried: dict[tuple[bool, ...], Candidate] = {self.plain.drop: self.plain}
 
     def result(
@@ -106,27 +112,18 @@ class Planner:
                 break
             # The search does not see everything that the simulator does: aim lower, or higher.
             target += slack if slack < 0 else slack / 2
-        return best if best is None or rough else self.polish(best, budget)
+        if rough:
+            return best
+        priced = self._pricing.search(budget, min(60, 200_000 // self._events))
+        if priced is not None and (best is None or priced.extra_seconds < best.extra_seconds):
+            best = priced
+        if best is None:
+            return None
+        return self._polish.within(best, budget, self._patience)
 
     def _best_tried(self, budget: int) -> Candidate | None:
         fitting = [c for c in self.tried.values() if c.peak_bytes <= budget]
         return min(fitting, key=lambda c: (c.extra_seconds, c.peak_bytes), default=None)
-
-    def polish(self, candidate: Candidate, budget: int, seconds: float | None = None) -> Candidate:
-        """Keep what need not be dropped: single ops, dearest first, as long as the plan fits and time is left."""
-        ops = self.trace.ops
-        until = perf_counter() + (seconds if seconds is not None else 1e-4 * len(ops))
-        best = candidate
-        order = sorted((o for o, d in enumerate(best.drop) if d), key=lambda o: -ops[o].seconds)
-        for o in order:
-            if perf_counter() > until:
-                break
-            drop = list(best.drop)
-            drop[o] = False
-            found = self.judge(drop)
-            if found.peak_bytes <= budget and found.extra_seconds < best.extra_seconds:
-                best = found
-        return best
 
     def smallest(self) -> Candidate:
         """The plan with the smallest peak that the search finds."""
@@ -139,7 +136,8 @@ class Planner:
             else:
                 self.judge(drop)
                 high = middle
-        return min(self.tried.values(), key=lambda c: (c.peak_bytes, c.extra_seconds))
+        best = min(self.tried.values(), key=lambda c: (c.peak_bytes, c.extra_seconds))
+        return self._polish.smaller(best, self._patience)
 
     def front(self, count: int = 10) -> tuple[Candidate, ...]:
         """Candidates of which none is better than another in both respects, by rising peak."""

@@ -95,30 +95,30 @@ class Search:
                 if not len(k):
                     continue
                 fits = k[:, None] + arc.peak[None, :] <= budget
-                label, item = np.nonzero(fits)
-                if len(label):
-                    parts.append((k[label] + arc.kept[item], t[label] + arc.seconds[item], a, label, item))
+                which, item = np.nonzero(fits)
+                if len(which):
+                    parts.append((k[which] + arc.kept[item], t[which] + arc.seconds[item], a, which, item))
             if not parts:
                 continue
             all_kept = np.concatenate([p[0] for p in parts])
             all_time = np.concatenate([p[1] for p in parts])
             arcs = np.concatenate([np.full(len(p[0]), p[2]) for p in parts])
-            labels = np.concatenate([p[3] for p in parts])
-            items = np.concatenate([p[4] for p in parts])
+            froms = np.concatenate([p[3] for p in parts])
+            taken_items = np.concatenate([p[4] for p in parts])
             chosen = _front(all_kept, all_time)
             kept[end], time[end] = all_kept[chosen], all_time[chosen]
-            back[end] = (arcs[chosen], labels[chosen], items[chosen])
+            back[end] = (arcs[chosen], froms[chosen], taken_items[chosen])
         if not len(kept[last]):
             return None
         label = int(np.argmin(time[last]))
         drop = [False] * len(self.trace.ops)
         cut = last
         while cut:
-            arcs, labels, items = back[cut]
-            arc = self.arcs[cut][arcs[label]]
-            for o in arc.items[items[label]].replay:
-                drop[arc.first + o] = True
-            cut, label = arc.start, int(labels[label])
+            way, labels, items = back[cut]
+            taken = self.arcs[cut][way[label]]
+            for o in taken.items[items[label]].replay:
+                drop[taken.first + o] = True
+            cut, label = taken.start, int(labels[label])
         return drop
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lightning_remat.planning.trace import FREE, NEED, RELEASE, RUN, SAVE, Trace
+from lightning_remat.planning.trace import EXIT, FREE, NEED, RELEASE, RUN, SAVE, Trace
 
 
 @dataclass(slots=True)
@@ -73,13 +73,16 @@ class Simulator:
         self.record = [False] * len(trace.ops)
         self.pending = [0] * len(trace.ops)  # outputs that keep a record alive
         self.slot = [-1] * trace.slots
+        self.inside = True  # the step has not been left
         self.replayed: list[int] = []
+        self.when: dict[int, int] = {}  # the event in which each of them ran again
 
     def run(self, timeline: bool = False) -> Simulation:
         """Through all events."""
         levels: list[int] = []
         tops: list[int] = []
-        for self.now, (kind, a, b) in enumerate(self.trace.events):
+        for now, (kind, a, b) in enumerate(self.trace.events):
+            self.now = now
             self.top = self.live
             self.step(kind, a, b)
             if timeline:
@@ -108,6 +111,8 @@ class Simulator:
                 self._settle(value)
         elif kind == FREE:
             self._let_go(a)
+        elif kind == EXIT:
+            self._exit()
         else:
             self._reach(self.live + a)
             self.live += b
@@ -169,6 +174,17 @@ class Simulator:
             self.live -= self.trace.nbytes[v]
         self._settle(v)
 
+    def _exit(self) -> None:
+        """From now on a dropped value cannot be asked for through the program's tensor any more."""
+        self.inside = False
+        for v, held in enumerate(self.held):
+            if held and self.dropped[v]:
+                self._settle(v)
+
+    def _shown(self, v: int) -> bool:
+        """Whether the program's tensor keeps a value, or the record that makes it, alive."""
+        return self.held[v] and (self.inside or not self.dropped[v])
+
     # ------------------------------------------------------------------ lives and deaths
 
     def _settle(self, v: int) -> None:
@@ -177,8 +193,8 @@ class Simulator:
         while stack:
             v = stack.pop()
             state = self.state[v]
-            # A dropped value that the program still shows can be asked for at any time to come.
-            if state in (_GONE, _NOT_YET) or self.saved[v] or self.read[v] or self.held[v]:
+            # Within the step a dropped value that the program still shows can be asked for at any time to come.
+            if state in (_GONE, _NOT_YET) or self.saved[v] or self.read[v] or self._shown(v):
                 continue
             self.state[v] = _GONE
             if state == _THERE:
@@ -217,6 +233,7 @@ class Simulator:
         for o in sorted(found):
             self._replay(o)
         self.replayed += found
+        self.when.update(dict.fromkeys(found, self.now))
 
     def _replay(self, o: int) -> None:
         op = self.trace.ops[o]
@@ -224,7 +241,7 @@ class Simulator:
         old = op.writes
         if old >= 0:
             new = op.outputs[0]
-            alone = self.dropped[old] and not self.saved[old] and self.read[old] == 1 and not self.held[old]
+            alone = self.dropped[old] and not self.saved[old] and self.read[old] == 1 and not self._shown(old)
             if alone:
                 self._reach(self.live + op.scratch)
                 state[old] = _GONE  # its memory is taken over

@@ -8,6 +8,7 @@ from lightning_remat.planning.trace import NEED, RUN, SAVE, Trace
 
 FORWARD, BACKWARD = "forward", "backward"
 
+
 @dataclass(frozen=True, kw_only=True)
 class PeakPlace:
     """Where in the step the memory is highest.

@@ -198,7 +198,7 @@ def _stream(results: Any, where: torch.device) -> Iterator[tuple[float, int, int
 
 
 def _events(events: list[_ProfilerEvent], where: torch.device) -> Iterator[tuple[int, int, int, int]]:
-    """``(time in ns, address, bytes, mark)`` of allocations on ``where``, releases with negative bytes, and of marks."""
+    """``(time in ns, address, bytes, mark)`` of allocations on ``where``, releases negative, and of marks."""
     stack = list(events)
     while stack:
         event = stack.pop()

@@ -27,9 +27,9 @@ from lightning_remat.planning.rescale import rescaled
 from lightning_remat.planning.trace import NEED, Trace
 from lightning_remat.runtime.measuring import Measurement
 from lightning_remat.runtime.memory import profiler_is_on
-from lightning_remat.sizes import device_memory, format_bytes
 from lightning_remat.runtime.static import Optimizers, device_of, has_gradients, static_parts
 from lightning_remat.runtime.tracer import Tracer
+from lightning_remat.sizes import device_memory, format_bytes
 
 log = logging.getLogger("lightning_remat")
 
@@ -349,5 +349,3 @@ def _difference(known: Trace, new: Trace) -> tuple[int, int | str] | None:
         if known.ops[position].size != op.size:
             return position, op.size
     return None
-
-

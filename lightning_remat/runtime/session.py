@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -49,18 +50,24 @@ from lightning_remat.engine.tape import Tape
 from lightning_remat.engine.transforms import transforms_allowed
 from lightning_remat.engine.verify import Verifier
 from lightning_remat.errors import ConfigurationError
+from lightning_remat.planning.planfile import PlanFile, plan_path
 from lightning_remat.runtime.binding import Binding
 from lightning_remat.runtime.discovery import Discovery
+from lightning_remat.runtime.from_file import FilePilot
 from lightning_remat.runtime.pilot import Pilot
 from lightning_remat.runtime.tracing import TracingTape
 from lightning_remat.sizes import parse_budget
 
 if TYPE_CHECKING:
+    from lightning_remat.planning.plan import PlanResult
+    from lightning_remat.reporting.plan_report import PlanReport
     from lightning_remat.reporting.report import Report
 
 log = logging.getLogger("lightning_remat")
 
-hide_from_compiler(generators, ledger, plain, planned, regions, replay, rules, store, tape, transforms, values, verify, writes)
+hide_from_compiler(
+    generators, ledger, plain, planned, regions, replay, rules, store, tape, transforms, values, verify, writes
+)
 
 
 @dataclass(frozen=True)
@@ -82,10 +89,11 @@ class Remat:
     """Activation recomputation for any PyTorch training loop, as a reusable context manager.
 
     Args:
-        policy: ``"auto"``, ``"none"``, ``"full"``, ``"every:k"``, ``"sqrt"``, ``"selective"``, a function over ops
-            (:class:`OpInfo` in, ``"keep"`` or ``"recompute"`` out), or a mapping from module name patterns to policies
-            (first match wins; modules that match nothing keep all). With a function, what enters and leaves a block is
-            kept only if ``blocks`` are named.
+        policy: ``"auto"``, ``"none"``, ``"full"``, ``"every:k"``, ``"sqrt"``, ``"selective"``, a plan file
+            (``"plan.json"``, from :meth:`save_plan`), a function over ops (:class:`OpInfo` in, ``"keep"`` or
+            ``"recompute"`` out), or a mapping from module name patterns to policies (first match wins; modules that
+            match nothing keep all). With a function, what enters and leaves a block is kept only if ``blocks`` are
+            named.
         budget: peak device memory of a training step: bytes, ``"20GiB"``, or a share of the device, ``"80%"``. Used by
             ``policy="auto"`` only.
         blocks: what the model's blocks are, if those found are not the right ones: a module class, a name pattern
@@ -132,7 +140,11 @@ class Remat:
                 "Give a budget with policy='auto', or a policy without a budget."
             )
         # With a budget this is what a step is traced under; from then on there is a plan.
-        self._policy = (LEAN if self._budget is not None else SELECTIVE) if self._auto else parse_policy(policy)
+        self._plan_path = plan_path(policy)
+        if self._plan_path is not None:
+            self._policy = LEAN
+        else:
+            self._policy = (LEAN if self._budget is not None else SELECTIVE) if self._auto else parse_policy(policy)
         if self._policy.parts and blocks is not None:
             raise ConfigurationError(
                 f"blocks={blocks!r} and a mapping as policy= contradict each other: the mapping's patterns are the "
@@ -163,7 +175,9 @@ class Remat:
         """A copy has the options, and nothing of what has been learned about a model."""
         return partial(type(self), **self._options), ()
 
-    def _new_pilot(self) -> Pilot | None:
+    def _new_pilot(self) -> Pilot | FilePilot | None:
+        if self._plan_path is not None:
+            return FilePilot(self._plan_path, self._clock)
         return Pilot(self._budget, self._clock, self._modules) if self._budget is not None else None
 
     # ------------------------------------------------------------------ what users ask
@@ -200,13 +214,46 @@ class Remat:
         recorded = self._active.recorded if self._active is not None else self._recorded
         return StepStats(recorded, self._clock.replayed_ops, self._clock.seconds)
 
-    def report(self) -> Report:
-        """A table of the first step, to print plainly or with ``rich``: what each kind of op did in each module.
+    @property
+    def plan(self) -> PlanResult | None:
+        """The plan in force under a budget, with the front it was taken from; None before there is one."""
+        return self._pilot.result if isinstance(self._pilot, Pilot) else None
 
-        Bytes kept, bytes dropped, ops replayed and the time that took.
+    def save_plan(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan in force to a JSON file, for ``policy="..."`` in another run.
+
+        Raises:
+            ConfigurationError: there is no plan: no budget was given, or the second step has not begun.
         """
-        from lightning_remat.reporting.report import report_table  # upwards, and only for those who ask
+        if self.plan is None:
+            raise ConfigurationError(
+                f"save_plan({str(path)!r}): there is no plan. It takes policy='auto' with a budget, and is made when "
+                "the second step begins."
+            )
+        PlanFile.of(self.plan).save(path)
 
+    def report(self) -> Report | PlanReport:
+        """What was kept and what runs again, to print plainly or with ``rich``.
+
+        Under a budget, once there is a plan: predicted and measured peak and time, and per module what is kept and
+        recomputed at which price; it can be saved as a page, a plot or data (``report().save("plan.html")``). Otherwise
+        a table of the first step: bytes kept, bytes dropped, ops replayed and the time that took.
+        """
+        # Upwards, and only for those who ask.
+        from lightning_remat.reporting.plan_report import plan_report
+        from lightning_remat.reporting.report import report_table
+
+        pilot = self._pilot
+        if isinstance(pilot, Pilot) and pilot.result is not None:
+            measured = pilot.measurement
+            return plan_report(
+                pilot.result,
+                self.blocks,
+                measured_peak_bytes=None if measured is None else pilot.result.static_bytes + measured.peak_bytes,
+                measured_extra_seconds=pilot.extra_seconds,
+                static_parts=pilot.parts,
+                timeline=None if measured is None or measured.result is None else measured.result.timeline,
+            )
         return report_table(self.summary, self.blocks, self._ledger)
 
     @property

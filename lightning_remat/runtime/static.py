@@ -82,7 +82,7 @@ def device_of(roots: Sequence[nn.Module]) -> torch.device:
     for root in roots:
         for p in root.parameters():
             return p.device
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 

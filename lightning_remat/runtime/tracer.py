@@ -32,9 +32,7 @@ class Tracer:
         keeps: see :class:`~lightning_remat.runtime.tracing.TracingTape`.
     """
 
-    def __init__(
-        self, clock: Clock, ledger: Ledger, device: torch.device, keeps: frozenset[str] = frozenset()
-    ) -> None:
+    def __init__(self, clock: Clock, ledger: Ledger, device: torch.device, keeps: frozenset[str] = frozenset()) -> None:
         self.recorder = Recorder(device)
         self.tape = TracingTape(clock, ledger, self.recorder.mark, keeps)
         self.tape.trace.device = device.type

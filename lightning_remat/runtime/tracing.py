@@ -1,4 +1,4 @@
-"""Watching one real step closely: a tape that drops all it can between borders, and writes down everything that happens.
+"""Watching one real step closely: a tape that drops all it can between borders, and writes down all that happens.
 
 The step is a step like any other: its results are exact, and it needs little memory, since all that is kept are block
 borders. Dropping everything is also what makes it tell most: a dropped value's storage dies when the *program* lets go
@@ -23,7 +23,7 @@ from lightning_remat.engine.planned import action_for, first_tensor
 from lightning_remat.engine.replay import Clock
 from lightning_remat.engine.rules import Rule, rule_for
 from lightning_remat.engine.values import Blank, Op, Value
-from lightning_remat.planning.trace import FREE, NEED, OTHER, RELEASE, RUN, SAVE, Event, Trace, TraceOp
+from lightning_remat.planning.trace import EXIT, FREE, NEED, OTHER, RELEASE, RUN, SAVE, Event, Trace, TraceOp
 
 _grad_enabled = torch.is_grad_enabled
 _next_number = torch._C._autograd._get_sequence_nr
@@ -97,7 +97,7 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         self._nodes: dict[int, int] = {}  # number of an autograd node -> the op that it belongs to
         self._saved_by: list[int] = []  # for each slot, such a number
         self.observers.append(_Listener(self))
-        self._wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+        self._wait: Callable[[], None] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
 
     def _event(self, kind: int, a: int = 0, b: int = 0) -> None:
         self._mark()
@@ -146,7 +146,7 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         self._moving = False
         first = first_tensor(out)
         entry.size = -1 if first is None else first.numel()
-        op, self._last = self._last, None
+        op = self._take_last()
         entry.droppable = op is not None
         if op is not None:
             self._dropped(o, op, entry, out, args)
@@ -157,6 +157,10 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         elif not rule.moves:
             entry.outputs, entry.writes = self._overwritten(rule, args, kwargs, out, o)
         return out
+
+    def _take_last(self) -> Op | None:
+        last, self._last = self._last, None
+        return last
 
     def _dropped(self, o: int, op: Op, entry: TraceOp, out: Any, args: Any) -> None:
         """The tape has recorded the op; its outputs are values that a plan decides about."""
@@ -271,6 +275,11 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
 
     # ------------------------------------------------------------------ the end
 
+    def clear(self) -> None:
+        """The step was left."""
+        super().clear()
+        self._event(EXIT)
+
     def close(self) -> None:
         """Hold on to nothing of the step any more."""
         self.observers.clear()
@@ -278,7 +287,10 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         self._mark = lambda: None
 
     def finish(self) -> None:
-        """Say whose node saved what, and give every op its time: over all ops of its kind and shapes, the replays' median, or that of forward."""
+        """Say whose node saved what, and what every op costs.
+
+        That is the median over all ops of its kind and shapes: of their replays, or else of their first runs.
+        """
         self.trace.savers = [self._nodes.get(number, -1) for number in self._saved_by]
         for entry, signature in zip(self.trace.ops, self._signatures, strict=True):
             first, again = self._samples[signature]

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.benchmarks import optimality
+
 HERE = Path(__file__).parent
 SMALL = ["--blocks", "2", "--width", "32", "--context", "16", "--batch", "2"]
 
@@ -45,3 +47,14 @@ def test_step_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert {"plain", "torch checkpoint", "torch selective", "remat full"} <= {row["variant"] for row in steps["rows"]}
     assert {"pass-through mode", "remat selective"} <= {row["variant"] for row in host["rows"]}
     assert all(row["total_s"] > 0 for result in written["results"] for row in result["rows"])
+
+
+def test_optimality(tmp_path: Path) -> None:
+    """The planner is never better than the optimum, and both say what they took."""
+    optimality.main(model=["unet"], count=2, limit=60, randoms=2, json_file=tmp_path / "out.json")
+
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert len(written["rows"]) == 2
+    for row in written["rows"] + written["random"]:
+        assert row["bound_s"] == row["optimum_s"]
+        assert row["planner_s"] is None or row["planner_s"] >= row["optimum_s"] * (1 - 1e-9)

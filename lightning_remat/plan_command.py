@@ -15,7 +15,7 @@ from torch import nn
 from lightning_remat.errors import ConfigurationError
 from lightning_remat.integrations.config import Configured
 from lightning_remat.reporting.estimate_report import answer, fits_table, one_answer, static_sentence
-from lightning_remat.runtime.estimate import MARGIN, Estimator
+from lightning_remat.runtime.estimate import MARGIN, Estimator, Fit
 from lightning_remat.runtime.target import (
     MakeOptimizers,
     Target,
@@ -80,39 +80,32 @@ def plan(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the user's code, out of its trainer
             asked = _Asked(target, config, batch, step, optimizer, precision, meta)
-            estimator = Estimator(asked.target, int(size * (1 - margin)), device, asked.precision)
-            _print(console, estimator, asked, size, margin, batch_size, most)
+            with console.status("estimating ..."):  # shown on terminals only
+                estimator = Estimator(asked.target, int(size * (1 - margin)), device, asked.precision)
+                rows, words = _answers(estimator, batch_size, most)
+            _print(console, estimator, asked, rows, words, f"{format_bytes(size)} ({margin:.0%} left free)")
     except ConfigurationError as error:
         typer.echo(f"lightning-remat plan: {error}", err=True)
         raise typer.Exit(2) from error
 
 
-def _print(
-    console: Console,
-    estimator: Estimator,
-    asked: _Asked,
-    size: int,
-    margin: float,
-    batch_size: int | None,
-    most: int,
-) -> None:
+def _answers(estimator: Estimator, batch_size: int | None, most: int) -> tuple[list[Fit], str]:
+    """The table's rows, and the answer in words."""
     budget = estimator.budget
     if batch_size is not None:
         rows = [estimator.at(batch_size)]
-        words = one_answer(rows[0], budget)
-    else:
-        rows = estimator.table(most)
-        plain, planned = (estimator.largest(rows, most, under_plan) for under_plan in (False, True))
-        rows = [*rows, *(estimator.at(n) for n in {plain, planned} - {row.batch_size for row in rows} if n)]
-        words = answer(rows, budget, estimator.static, plain, planned, most)
-    room = f"{format_bytes(budget)} of {format_bytes(size)} ({margin:.0%} left free)"
-    title = f"{type(asked.target.module).__name__} on {estimator.device}, {estimator.precision}: {room}"
-    console.print(fits_table(rows, budget, title))
-    console.print(words, soft_wrap=True)
-    console.print(static_sentence(estimator.static), soft_wrap=True)
-    assumed = asked.assumptions(estimator)
-    for sentence in assumed:
-        console.print(f"Assumed: {sentence}", soft_wrap=True, markup=False)
+        return rows, one_answer(rows[0], budget)
+    rows = estimator.table(most)
+    plain, planned = (estimator.largest(rows, most, under_plan) for under_plan in (False, True))
+    rows += [estimator.at(n) for n in {plain, planned} - {row.batch_size for row in rows} if n]
+    return rows, answer(rows, budget, estimator.static, plain, planned, most)
+
+
+def _print(console: Console, estimator: Estimator, asked: _Asked, rows: list[Fit], words: str, room: str) -> None:
+    title = f"{type(asked.target.module).__name__} on {estimator.device}, {estimator.precision}: "
+    console.print(fits_table(rows, estimator.budget, f"{title}{format_bytes(estimator.budget)} of {room}"))
+    for sentence in (words, static_sentence(estimator.static), *asked.assumptions(estimator)):
+        console.print(sentence, soft_wrap=True, markup=False, highlight=False)
 
 
 def _memory(text: str) -> int:
@@ -166,7 +159,8 @@ class _Asked:
     def assumptions(self, estimator: Estimator) -> list[str]:
         """Sentences about what was not said."""
         names = ", ".join(estimator.static.optimizers) or "none"
-        return [*self.assumed, f"optimizer {names}, as {self.optimizer_from}.", *_ALWAYS[estimator.device]]
+        found = [*self.assumed, f"optimizer {names}, as {self.optimizer_from}.", *_ALWAYS[estimator.device]]
+        return [f"Assumed: {sentence}" for sentence in found]
 
     def _batches(
         self, module: nn.Module, batch: str | None, configured: Configured | None

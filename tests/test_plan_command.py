@@ -61,8 +61,13 @@ def test_largest_batches_are_the_largest() -> None:
     for planned in (False, True):
         largest = estimator.largest(rows, 64, planned)
         here, beyond = estimator.at(largest), estimator.at(largest + 1)
-        need = [fit.smallest_bytes if planned else fit.plain_bytes for fit in (here, beyond)]
-        assert need[0] <= estimator.budget < need[1]
+        if planned:
+            assert here.chosen is not None
+            assert beyond.chosen is None
+            assert beyond.smallest_bytes is not None
+            assert beyond.smallest_bytes > estimator.budget
+        else:
+            assert here.plain_bytes <= estimator.budget < beyond.plain_bytes
 
 
 def test_what_it_says_is_what_is_measured() -> None:

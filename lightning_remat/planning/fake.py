@@ -141,7 +141,7 @@ def trace_of(step: Step, model: nn.Module, batch: Any, mode: FakeTensorMode, dev
                         f"the step returned {_shown(loss)}, and a trace needs a loss: one number that requires a "
                         "gradient."
                     )
-                meter.in_backward = True
+                meter.leave_step()
                 loss.backward()  # type: ignore[no-untyped-call]
                 del loss
         except (DataDependentOutputException, DynamicOutputShapeException) as error:

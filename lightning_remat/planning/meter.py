@@ -22,7 +22,7 @@ from lightning_remat.engine.rules import Rule, rule_for
 from lightning_remat.planning.kernels import output_bytes, scratch_bytes, sums_gradients
 from lightning_remat.planning.known import call_known
 from lightning_remat.planning.roofline import seconds_for, speed_of, tensors_of
-from lightning_remat.planning.trace import FREE, NEED, NEVER, OTHER, RELEASE, RUN, SAVE, Trace, TraceOp
+from lightning_remat.planning.trace import EXIT, FREE, NEED, NEVER, OTHER, RELEASE, RUN, SAVE, Trace, TraceOp
 
 _next_number = torch._C._autograd._get_sequence_nr
 _SIDE = 32  # as in engine/tape.py: an output with at most this part of the first one's elements is kept
@@ -66,7 +66,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __in
 
     Attributes:
         trace: what has been written so far.
-        in_backward: set it when the loss is there: what runs from then on is no op of the forward pass.
+        in_backward: what runs from now on is no op of the forward pass.
         hooks: for tensors that autograd saves.
         where: name of the module whose op ran last.
     """
@@ -97,6 +97,11 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __in
     def outside(self, tensor: Tensor) -> None:
         """A tensor that is there before the step: never counted."""
         self._entry(tensor)
+
+    def leave_step(self) -> None:
+        """The loss is there; backward and the optimizer come next."""
+        self.in_backward = True
+        self._emit(EXIT, 0)
 
     def close(self) -> Trace:
         """The step is over. What is still alive (gradients) stays in the trace as never released."""

@@ -22,16 +22,21 @@ def fits_table(rows: Sequence[Fit], budget: int, title: str) -> Table:
 
 def _cells(fit: Fit, budget: int) -> tuple[str, ...]:
     plain = fit.plain_bytes <= budget
-    if fit.result is None or fit.planned_bytes is None:
-        return format_bytes(fit.plain_bytes), "no", f"none fits: {format_bytes(fit.smallest_bytes)}", "", ""
+    if fit.chosen is None or fit.planned_bytes is None:
+        return format_bytes(fit.plain_bytes), "no", f"none fits: {format_bytes(_least(fit))}", "", ""
     if plain:
         return format_bytes(fit.plain_bytes), "yes", format_bytes(fit.planned_bytes), "0", "none"
-    again = sum(fit.result.chosen.drop)
+    again = sum(fit.chosen.drop)
     return format_bytes(fit.plain_bytes), "no", format_bytes(fit.planned_bytes), str(again), _share(fit)
 
 
+def _least(fit: Fit) -> int:
+    return fit.plain_bytes if fit.smallest_bytes is None else fit.smallest_bytes
+
+
 def _share(fit: Fit) -> str:
-    share = (fit.extra_seconds or 0.0) / fit.step_seconds if fit.step_seconds else 0.0
+    extra = fit.chosen.extra_seconds if fit.chosen is not None else 0.0
+    share = extra / fit.step_seconds if fit.step_seconds else 0.0
     return f"+{share:.0%}" if share >= 0.005 else "under 1%"
 
 
@@ -59,7 +64,7 @@ def answer(rows: Sequence[Fit], budget: int, static: Static, plain: int, planned
         most: the largest that was looked at.
     """
     if not planned:
-        least = min(rows, key=lambda f: f.smallest_bytes)
+        least = min(rows, key=_least)
         why = ""
         if static.optimizer_peak > budget:
             why = (
@@ -67,7 +72,7 @@ def answer(rows: Sequence[Fit], budget: int, static: Static, plain: int, planned
                 "changes."
             )
         return (
-            f"Does not fit: a batch of {least.batch_size} takes {format_bytes(least.smallest_bytes)} under the leanest "
+            f"Does not fit: a batch of {least.batch_size} takes {format_bytes(_least(least))} under the leanest "
             f"plan, and there are {format_bytes(budget)}.{why}"
         )
     at = next(f for f in rows if f.batch_size == planned)
@@ -84,9 +89,9 @@ def one_answer(fit: Fit, budget: int) -> str:
     """Whether one batch size fits, in words."""
     if fit.plain_bytes <= budget:
         return f"A batch of {fit.batch_size} fits as it is (policy='none')."
-    if fit.result is None:
+    if fit.chosen is None:
         return (
-            f"A batch of {fit.batch_size} does not fit: the leanest plan takes {format_bytes(fit.smallest_bytes)} of "
+            f"A batch of {fit.batch_size} does not fit: the leanest plan takes {format_bytes(_least(fit))} of "
             f"{format_bytes(budget)}."
         )
     return (

@@ -22,12 +22,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_remat.errors import BudgetError, ConfigurationError
+from lightning_remat.errors import ConfigurationError
 from lightning_remat.planning.fake import fake_batch, fake_mode, fake_module, trace_of
 from lightning_remat.planning.meter import Meter
-from lightning_remat.planning.plan import PlanResult
+from lightning_remat.planning.plan import Candidate, judged
 from lightning_remat.planning.planner import Planner
 from lightning_remat.planning.simulator import simulate
+from lightning_remat.planning.trace import Trace
 from lightning_remat.runtime.target import Target, shown
 
 PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
@@ -50,20 +51,18 @@ class Fit:
     Attributes:
         batch_size: number of samples.
         plain_bytes: peak without recomputation.
-        smallest_bytes: the smallest peak that a plan has.
-        result: the plan within the budget with the least extra time; None if none fits.
+        smallest_bytes: the smallest peak that a plan has; None where none is needed.
+        chosen: the plan within the budget with the least extra time; None if none fits.
         planned_bytes: its peak.
         step_seconds: forward and backward, a rough estimate.
-        extra_seconds: recomputation under the plan, likewise.
     """
 
     batch_size: int
     plain_bytes: int
-    smallest_bytes: int
-    result: PlanResult | None
+    smallest_bytes: int | None
+    chosen: Candidate | None
     planned_bytes: int | None
     step_seconds: float
-    extra_seconds: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +150,7 @@ class Estimator:
                     raise
                 size = 2  # a batch norm that needs two samples, for instance; a real problem comes up again
                 continue
-            if rows[-1].result is None:
+            if rows[-1].chosen is None:
                 break
             size *= 2
         return rows
@@ -166,7 +165,7 @@ class Estimator:
         """
 
         def fits(fit: Fit) -> bool:
-            return fit.result is not None if planned else fit.plain_bytes <= self.budget
+            return fit.chosen is not None if planned else fit.plain_bytes <= self.budget
 
         good = max((row.batch_size for row in rows if fits(row)), default=0)
         bad = min((row.batch_size for row in rows if not fits(row)), default=most + 1)
@@ -187,10 +186,10 @@ class Estimator:
         """The size at which a straight line through two others meets the budget."""
         if bad not in self.fits:
             return (good + bad) // 2
-        need = [f.smallest_bytes if planned else f.plain_bytes for f in (self.fits[good], self.fits[bad])]
-        if need[1] <= need[0]:
+        need, most = (f.smallest_bytes if planned else f.plain_bytes for f in (self.fits[good], self.fits[bad]))
+        if need is None or most is None or most <= need:
             return (good + bad) // 2
-        guess = good + int((bad - good) * (self.budget - need[0]) / (need[1] - need[0]))
+        guess = good + int((bad - good) * (self.budget - need) / (most - need))
         return min(max(guess, good + 1), bad - 1)
 
     # ------------------------------------------------------------------ one batch size
@@ -211,24 +210,28 @@ class Estimator:
                 "with --step."
             ) from error
         between = self.static.between + _bytes(t for t in tree_leaves(stand_in) if isinstance(t, Tensor))
+        return self._judged(batch_size, trace, between)
+
+    def _judged(self, batch_size: int, trace: Trace, between: int) -> Fit:
         optimizer = self.static.optimizer_peak
-        planner = Planner(trace)
-        result: PlanResult | None = None
-        try:
-            result = planner.result(self.budget, between)
-            smallest = between + result.smallest.peak_bytes
-        except BudgetError as error:
-            smallest = error.smallest_bytes
+        room = self.budget - between
+        chosen: Candidate | None = judged(trace, [False] * len(trace.ops))
+        assert chosen is not None
+        plain = max(between + chosen.peak_bytes, optimizer)
+        smallest = None
+        if chosen.peak_bytes > room:  # planning takes longer than tracing
+            planner = Planner(trace)
+            smallest = max(between + planner.smallest().peak_bytes, optimizer)
+            chosen = planner.within(room)
         if optimizer > self.budget:
-            result = None
+            chosen, smallest = None, smallest or plain
         return Fit(
             batch_size=batch_size,
-            plain_bytes=max(between + planner.plain.peak_bytes, optimizer),
-            smallest_bytes=max(smallest, optimizer),
-            result=result,
-            planned_bytes=None if result is None else max(result.peak_bytes, optimizer),
+            plain_bytes=plain,
+            smallest_bytes=smallest,
+            chosen=chosen,
+            planned_bytes=None if chosen is None else max(between + chosen.peak_bytes, optimizer),
             step_seconds=trace.forward_seconds + trace.backward_seconds,
-            extra_seconds=None if result is None else result.chosen.extra_seconds,
         )
 
     def _step(self, module: nn.Module, batch: Any) -> Any:
@@ -272,7 +275,7 @@ class Estimator:
     def _optimizer_step(self, optimizer: Optimizer, parameters: list[nn.Parameter]) -> tuple[int, int]:
         """Bytes that one step leaves behind, and the most that it has at once."""
         meter = Meter(self.device, lambda: "optimizer")
-        meter.in_backward = True
+        meter.leave_step()
         for p in parameters:
             meter.outside(p)
             if p.grad is not None:

@@ -110,7 +110,8 @@ def built(option: str, text: str, on_meta: bool) -> nn.Module:
     if not isinstance(found, nn.Module):
         if not callable(found):
             raise ConfigurationError(
-                f"{option}={text!r} is of type {type(found).__name__}: name a module, or a class or function that makes one."
+                f"{option}={text!r} is of type {type(found).__name__}: name a module, or a class or function that "
+                "makes one."
             )
         try:
             with torch.device("meta") if on_meta else nullcontext():

@@ -2,6 +2,7 @@
 
 import functools
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 
 from lightning_remat import ConfigurationError, Remat
 from lightning_remat.planning.fake import fake_trace
+from lightning_remat.planning.planfile import PlanFile
+from lightning_remat.planning.planner import Planner
 from lightning_remat.planning.simulator import simulate
 from lightning_remat.planning.trace import EXIT, NEED, RUN, SAVE, Trace
 from lightning_remat.runtime.memory import measure_peak
@@ -84,6 +87,19 @@ def test_the_trace_is_that_of_a_real_step(name: str) -> None:
     assert trace.savers == real.savers
     kinds = (RUN, SAVE, NEED, EXIT)  # objects die in another order where a tape holds them for a moment
     assert [e for e in trace.events if e[0] in kinds] == [e for e in real.events if e[0] in kinds]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+def test_a_real_step_follows_a_plan_from_a_fake_one(name: str, tmp_path: Path) -> None:
+    """And its peak is the predicted one."""
+    case, trace = traced(name)
+    planner = Planner(trace)
+    result = planner.result(int(0.75 * planner.plain.peak_bytes))
+    assert 0 < sum(result.chosen.drop) < len(trace.ops)
+    PlanFile.of(result).save(tmp_path / "plan.json")
+    remat = Remat(policy=str(tmp_path / "plan.json"))
+    assert measured(case, remat) == pytest.approx(result.chosen.peak_bytes, rel=0.02)
+    assert remat.stats.replayed_ops == len(simulate(trace, result.chosen.drop).replayed)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "resnet", "lstm"])

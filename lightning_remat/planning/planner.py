@@ -33,12 +33,11 @@ class Planner:
         self.search = Search(trace)
         # Plans to simulate in polishing: little beside what a plan is used for, and enough to try a lot on small traces.
         self._events = max(1, len(trace.events))
-        self._patience = min(2500, max(30, 400_000 // self._events))
+        self._patience = min(6000, max(30, (2_000_000 if len(trace.ops) < 100 else 400_000) // self._events))
         self._rounds = max(6, min(60, 100_000 // self._events))
         self._bisected = self._sought = False
         self._pricing = Pricing(self.search.layout, self.judge)
-        graph = self.search.layout.graph
-        self._polish = Polish(trace, self.judge, [o for o, droppable in enumerate(graph.droppable) if droppable])
+        self._polish = Polish(trace, self.judge, self.search.layout.graph, lambda: len(self.tried))
         self.tried: dict[tuple[bool, ...], Candidate] = {self.plain.drop: self.plain}
 
     def result(
@@ -138,7 +137,7 @@ class Planner:
             return [best]
         near = [c for c in self.tried.values() if c.peak_bytes <= 1.1 * budget and c is not best]
         near.sort(key=lambda c: (c.extra_seconds * max(1.0, c.peak_bytes / budget) ** 4, c.peak_bytes))
-        return [best, *near[:3]]
+        return [best, self.plain, *near[:2]]
 
     def _best_tried(self, budget: int) -> Candidate | None:
         fitting = [c for c in self.tried.values() if c.peak_bytes <= budget]

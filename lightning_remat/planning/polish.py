@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 
+from lightning_remat.planning.graph import Graph
 from lightning_remat.planning.plan import Candidate
 from lightning_remat.planning.simulator import simulate
 from lightning_remat.planning.trace import Trace
@@ -19,6 +20,8 @@ Judge = Callable[[Sequence[bool]], Candidate]
 Rank = Callable[[Candidate], tuple[float, float, float]]
 
 _SHAKEN = 5  # ops that are turned over at a time
+_KNOWN = 0.1  # of a simulation, for a plan that has been simulated before
+_TRIPLES = 20_000  # exchanges of one for two are tried if there are at most twice as many
 _FEW = 80  # up to so many choices, all pairs are tried
 _NEAR = 6  # beyond, exchanges of ops that are at most so far apart
 
@@ -29,14 +32,21 @@ class Polish:
     Args:
         trace: the step.
         judge: the simulator.
-        choices: ops that a plan decides about.
+        graph: its dependencies.
+        simulated: how many plans have been simulated so far; patience is counted in these.
     """
 
-    def __init__(self, trace: Trace, judge: Judge, choices: Sequence[int]) -> None:
+    def __init__(self, trace: Trace, judge: Judge, graph: Graph, simulated: Callable[[], int]) -> None:
         self.trace = trace
         self.judge = judge
-        self.choices = list(choices)
-        self.left = 0
+        self.simulated = simulated
+        self.choices = [o for o, droppable in enumerate(graph.droppable) if droppable]
+        # What is written in place can be dropped only together with what was there before.
+        self.chains: list[list[int]] = []
+        for o in range(len(trace.ops)):
+            old = graph.overwrites[o]
+            self.chains.append([o, *self.chains[old]] if old >= 0 else [o])
+        self.left = 0.0
 
     def within(self, candidate: Candidate, budget: int, patience: int) -> Candidate:
         """A plan that fits if the given one does, and takes at most as long.
@@ -93,38 +103,51 @@ class Polish:
         return dice.sample(self.choices[start : start + 3 * count], min(count, len(self.choices) - start))
 
     def _try(self, drop: Sequence[bool]) -> Candidate:
-        self.left -= 1
-        return self.judge(drop)
+        before = self.simulated()
+        found = self.judge(drop)
+        self.left -= 1.0 if self.simulated() > before else _KNOWN
+        return found
 
     def _climb(self, best: Candidate, rank: Rank) -> Candidate:
         worth = rank(best)
-        while True:
+        improved = True
+        while improved:
             improved = False
-            for change in self._changes(best):
+            for dropping, keeping in self._changes(best):
                 if self.left <= 0:
                     return best
                 drop = list(best.drop)
-                for o in change:
-                    drop[o] = not drop[o]
+                for o in keeping:
+                    drop[o] = False
+                for o in dropping:
+                    for chained in self.chains[o]:
+                        drop[chained] = True
                 found = self._try(drop)
                 if (now := rank(found)) < worth:
                     best, worth, improved = found, now, True
-                    break
-            if not improved:
-                return best
+        return best
 
-    def _changes(self, best: Candidate) -> Iterator[tuple[int, ...]]:
-        """Single ops, dearest first; exchanges of one that is dropped for one that is kept, near ones first; pairs."""
+    def _changes(self, best: Candidate) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+        """(ops to drop, ops to keep): single ones; short stretches; exchanges, near ones first; pairs."""
         ops = self.trace.ops
         order = sorted(self.choices, key=lambda o: -ops[o].seconds)
         dropped = [o for o in order if best.drop[o]]
-        kept = [o for o in order if not best.drop[o]]
-        yield from ((o,) for o in dropped)
-        yield from ((o,) for o in kept)
-        near = _NEAR if len(order) > _FEW else len(ops)
+        kept = [o for o in reversed(order) if not best.drop[o]]  # the cheapest first
+        nothing: tuple[int, ...] = ()
+        yield from ((nothing, (o,)) for o in dropped)
+        yield from (((o,), nothing) for o in kept)
+        few = len(order) <= _FEW
+        for length in (2, 3, 4) if few else (2,):
+            for start in range(len(self.choices) - length + 1):
+                stretch = self.choices[start : start + length]
+                yield stretch, nothing
+                yield nothing, stretch
+        near = len(ops) if few else _NEAR
         exchanges = ((abs(a - b), a, b) for a in dropped for b in kept if abs(a - b) <= near)
-        yield from ((a, b) for _, a, b in sorted(exchanges))
-        if len(order) > _FEW:
+        yield from (((b,), (a,)) for _, a, b in sorted(exchanges))
+        if not few:
             return
-        yield from ((a, b) for i, a in enumerate(dropped) for b in dropped[i + 1 :])
-        yield from ((a, b) for i, a in enumerate(kept) for b in kept[i + 1 :])
+        yield from ((nothing, (a, b)) for i, a in enumerate(dropped) for b in dropped[i + 1 :])
+        yield from (((a, b), nothing) for i, a in enumerate(kept) for b in kept[i + 1 :])
+        if len(dropped) * len(kept) ** 2 <= _TRIPLES:
+            yield from (((b, c), (a,)) for a in dropped for i, b in enumerate(kept) for c in kept[i + 1 :])

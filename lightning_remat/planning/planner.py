@@ -33,7 +33,7 @@ class Planner:
         self.search = Search(trace)
         # Plans to simulate in polishing: little beside what a plan is used for, and enough to try a lot on small traces.
         self._events = max(1, len(trace.events))
-        self._patience = min(6000, max(30, (2_000_000 if len(trace.ops) < 100 else 400_000) // self._events))
+        self._patience = min(3000, max(30, (1_000_000 if len(trace.ops) < 100 else 400_000) // self._events))
         self._rounds = max(6, min(60, 100_000 // self._events))
         self._bisected = self._sought = False
         self._pricing = Pricing(self.search.layout, self.judge)
@@ -135,9 +135,13 @@ class Planner:
         """Plans from which to polish: the best one, and on small traces others that are nearly as good, or too large."""
         if self._patience < _SEEDED:
             return [best]
+        for share in (0.9, 0.94, 0.97, 1.03, 1.06, 1.1):
+            drop = self.search.best(share * budget)
+            if drop is not None:
+                self.judge(drop)
         near = [c for c in self.tried.values() if c.peak_bytes <= 1.1 * budget and c is not best]
         near.sort(key=lambda c: (c.extra_seconds * max(1.0, c.peak_bytes / budget) ** 4, c.peak_bytes))
-        return [best, self.plain, *near[:2]]
+        return [best, self.plain, *near[:4]]
 
     def _best_tried(self, budget: int) -> Candidate | None:
         fitting = [c for c in self.tried.values() if c.peak_bytes <= budget]

@@ -109,7 +109,7 @@ def _fill_in(
 ) -> None:
     """Write the trace's events: the raw ones, with the memory of others in between."""
     frees = _frees_of_kept(trace, raw, kept)
-    simulator = Simulator(trace, drop)
+    simulator = Simulator(trace, drop, kept)
     events: list[Event] = []
     simulator.live = levels[0] if levels else 0
     if simulator.live:

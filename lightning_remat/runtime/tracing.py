@@ -297,9 +297,9 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
             entry.seconds = median(again or first)
 
     def drop(self) -> list[bool]:
-        """The plan that this step ran under."""
+        """The plan that this step ran under, but for ``kept_values``."""
         kept = self.kept_values
-        return [op.droppable and not any(v in kept for v in op.outputs) for op in self.trace.ops]
+        return [op.droppable and not all(v in kept for v in op.outputs) for op in self.trace.ops]
 
 
 def _tensors(items: Any) -> Iterator[Tensor]:

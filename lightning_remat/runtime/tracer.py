@@ -8,7 +8,6 @@ A simulation of that plan therefore agrees with the measured step at every event
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,9 +16,9 @@ from lightning_remat.engine.ledger import Ledger
 from lightning_remat.engine.plain import watch_backward
 from lightning_remat.engine.replay import Clock
 from lightning_remat.planning.simulator import Simulator
-from lightning_remat.planning.trace import FREE, NEED, NEVER, OTHER, RUN, SAVE, Event, Trace
+from lightning_remat.planning.trace import FREE, NEED, NEVER, OTHER, RUN, Event, Trace
 from lightning_remat.runtime.memory import PeakResult, Recorder
-from lightning_remat.runtime.tracing import TracingTape
+from lightning_remat.runtime.tracing import PROGRAM, TracingTape
 
 
 class Tracer:
@@ -108,7 +107,6 @@ def _fill_in(
     fills: set[int],
 ) -> None:
     """Write the trace's events: the raw ones, with the memory of others in between."""
-    frees = _frees_of_kept(trace, raw, kept)
     simulator = Simulator(trace, drop, kept)
     events: list[Event] = []
     simulator.live = levels[0] if levels else 0
@@ -121,12 +119,14 @@ def _fill_in(
             taken = sum(trace.nbytes[v] for v in trace.ops[a].outputs)
             _append_other(events, NEVER, -taken)
             simulator.live -= taken
-        if kind != OTHER and not (kind == FREE and a in kept):
+        if kind == FREE:
+            # The storage of what was kept says when we let go of it.
+            if b == PROGRAM or a not in kept:
+                simulator.step(FREE, a, 0)
+                events.append((FREE, a, 0))
+        elif kind != OTHER:
             simulator.step(kind, a, b)
             events.append((kind, a, b))
-        for value in frees.get(i, ()):
-            simulator.step(FREE, value, 0)
-            events.append((FREE, value, 0))
         top = NEVER
         if len(simulator.replayed) == replayed and tops[i] > simulator.live:
             top = tops[i] - simulator.live
@@ -144,21 +144,3 @@ def _append_other(events: list[Event], top: int, net: int) -> None:
         _, before, moved = events.pop()
         top, net = max(before, top + moved if top != NEVER else NEVER), moved + net
     events.append((OTHER, top, net))
-
-
-def _frees_of_kept(trace: Trace, raw: Sequence[Event], kept: set[int]) -> dict[int, list[int]]:
-    """When the program lets go of values that this step kept: not to be seen, so taken to be their last use."""
-    last: dict[int, int] = {}
-    for i, (kind, a, b) in enumerate(raw):
-        if kind == RUN:
-            for v in (*trace.ops[a].inputs, *trace.ops[a].outputs):
-                last[v] = i
-            if trace.ops[a].writes >= 0:
-                last.pop(trace.ops[a].writes, None)
-        elif kind == SAVE:
-            last[b] = i
-    found: dict[int, list[int]] = defaultdict(list)
-    for value in kept:
-        if value in last:
-            found[last[value]].append(value)
-    return found

@@ -22,8 +22,12 @@ from lightning_remat.engine.ledger import Ledger, LedgerTape
 from lightning_remat.engine.planned import action_for, first_tensor
 from lightning_remat.engine.replay import Clock
 from lightning_remat.engine.rules import Rule, rule_for
+from lightning_remat.engine.store import alias
 from lightning_remat.engine.values import Blank, Op, Value
 from lightning_remat.planning.trace import EXIT, FREE, NEED, OTHER, RELEASE, RUN, SAVE, Event, Trace, TraceOp
+
+PROGRAM = 1
+"""In a raw FREE event of a value that was kept: the program let go of it. 0: its storage is gone."""
 
 _grad_enabled = torch.is_grad_enabled
 _next_number = torch._C._autograd._get_sequence_nr
@@ -89,6 +93,7 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         self._keeps = keeps
         self._table = ActionTable(counted)
         self._values: dict[Any, int] = {}  # storage -> value
+        self._shown: dict[Any, int] = {}  # the program's tensor -> value that was kept
         self._last: Op | None = None
         self._moving = False
         self._of_op: dict[int, int] = {}  # the tape's op -> ours
@@ -232,8 +237,17 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         number = self._value_of(tensor)
         if number is not None:
             self.kept_values.add(number)
+            # The storage lives as long as we keep it, so it is the tensor that shows when the program lets go. A view
+            # holds on to its base.
+            shown = tensor if tensor._base is None else tensor._base
+            self._shown[weakref(shown, self._let_go)] = number
             if self._moving:
                 self.trace.ops[self.trace.makers[number]].droppable = False
+
+    def _let_go(self, key: Any) -> None:
+        value = self._shown.pop(key, None)
+        if value is not None:
+            self._event(FREE, value, PROGRAM)
 
     # ------------------------------------------------------------------ autograd's side
 
@@ -243,6 +257,9 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         value = self._value_of(tensor)
         if value is None or packed.__class__ is not tuple:
             return packed
+        if packed[0] is tensor:
+            with torch._C._DisableTorchDispatch():
+                packed = (alias(tensor), packed[1])  # the tensor is to die when the program lets go of it
         slot = Slot(self.trace.slots, packed)
         self.trace.slots += 1
         self._event(SAVE, slot.number, value)
@@ -283,6 +300,7 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
     def close(self) -> None:
         """Hold on to nothing of the step any more."""
         self.observers.clear()
+        self._shown.clear()
         self._last = None
         self._mark = lambda: None
 

@@ -69,7 +69,7 @@ class Tracer:
         trace = tape.trace
         raw = tape.raw[: self.recorder.marks]
         levels, tops, seconds = _between_marks(self.recorder, len(raw))
-        _fill_in(trace, raw, levels, tops, tape.drop(), tape.kept_values, tape.fills)
+        _fill_in(trace, raw, levels, tops, tape)
         need = next((i for i, event in enumerate(raw) if event[0] == NEED), len(raw))
         if raw:
             trace.forward_seconds = seconds[min(need, len(raw) - 1)] - seconds[0]
@@ -97,31 +97,22 @@ def _between_marks(recorder: Recorder, count: int) -> tuple[list[int], list[int]
     return levels, tops, seconds
 
 
-def _fill_in(
-    trace: Trace,
-    raw: Sequence[Event],
-    levels: Sequence[int],
-    tops: Sequence[int],
-    drop: Sequence[bool],
-    kept: set[int],
-    fills: set[int],
-) -> None:
+def _fill_in(trace: Trace, raw: Sequence[Event], levels: Sequence[int], tops: Sequence[int], tape: TracingTape) -> None:
     """Write the trace's events: the raw ones, with the memory of others in between."""
-    simulator = Simulator(trace, drop, kept)
+    simulator = Simulator(trace, tape.drop(), tape.kept_values)
     events: list[Event] = []
     simulator.live = levels[0] if levels else 0
     if simulator.live:
         events.append((OTHER, simulator.live, simulator.live))
     for i, (kind, a, b) in enumerate(raw):
         replayed = len(simulator.replayed)
-        if kind == RUN and a in fills:
+        if kind == RUN and a in tape.fills:
             # From here on the memory is a value's, and no longer that of whoever allocated it.
             taken = sum(trace.nbytes[v] for v in trace.ops[a].outputs)
             _append_other(events, NEVER, -taken)
             simulator.live -= taken
         if kind == FREE:
-            # The storage of what was kept says when we let go of it.
-            if b == PROGRAM or a not in kept:
+            if b == PROGRAM or a not in tape.watched:
                 simulator.step(FREE, a, 0)
                 events.append((FREE, a, 0))
         elif kind != OTHER:

@@ -43,6 +43,15 @@ class Slot:
         self.packed = packed
 
 
+class _Shown(weakref[Tensor]):
+    """A tensor of the program's, whose end is the program's letting go of a value."""
+
+    __slots__ = ("at", "value")
+
+    at: int
+    value: int
+
+
 class _Listener:
     """Passes on what the tape tells; an attribute of the tape has the name of one of these methods already."""
 
@@ -75,6 +84,7 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         raw: events so far. OTHER stands for the end of a replay here.
         functions: the overload of each op of the trace.
         kept_values: values that were kept after all.
+        watched: values whose storage we hold, so that its end does not say when the program lets go.
         fills: ops whose output lies in memory that was allocated before.
         open_slots: saved tensors that autograd still holds.
     """
@@ -87,13 +97,14 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         self.raw: list[Event] = []
         self.functions: list[Any] = []
         self.kept_values: set[int] = set()
+        self.watched: set[int] = set()
         self.fills: set[int] = set()
         self.open_slots: dict[Any, int] = {}
         self._mark = mark
         self._keeps = keeps
         self._table = ActionTable(counted)
         self._values: dict[Any, int] = {}  # storage -> value
-        self._shown: dict[Any, int] = {}  # the program's tensor -> value that was kept
+        self._shown: dict[int, _Shown] = {}  # by the tensor's identity: comparing tensors would be an op
         self._last: Op | None = None
         self._moving = False
         self._of_op: dict[int, int] = {}  # the tape's op -> ours
@@ -159,9 +170,25 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
                 for t in out if isinstance(out, (tuple, list)) else (out,):
                     if isinstance(t, Tensor):
                         self.keep(t)
-        elif not rule.moves:
+        elif rule.form == "write":
             entry.outputs, entry.writes = self._overwritten(rule, args, kwargs, out, o)
+        else:
+            entry.outputs = self._stays(o, flat, out)
         return out
+
+    def _stays(self, o: int, inputs: list[Tensor], out: Any) -> tuple[int, ...]:
+        """The outputs of an op that no plan drops: recorded ops that read them hold them longer than others do."""
+        found = []
+        try:
+            known = {weakref(t.untyped_storage()) for t in inputs}
+            for t in _tensors([out]):
+                key = weakref(t.untyped_storage())
+                if key not in known and key not in self._values:
+                    found.append(self._new(t, o))
+                    self._watch(t, found[-1])
+        except (NotImplementedError, RuntimeError):
+            pass  # a sparse tensor, or one without memory: its bytes remain those of others
+        return tuple(found)
 
     def _take_last(self) -> Op | None:
         last, self._last = self._last, None
@@ -174,6 +201,9 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
             entry.state = op.extra[2][1].nbytes
         if op.args and op.args[0].__class__ is Blank:
             self.fills.add(o)
+            before = self._value_of(args[0])
+            if before is not None:
+                self.trace.nbytes[before] = 0  # by now they are taken for the memory of others
             entry.outputs = (self._new(args[0], o),)
         elif op.extra is not None and op.extra[1] is not None and op.extra[1].form == "write":
             key = weakref(args[0].untyped_storage())
@@ -216,6 +246,8 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
                 if o >= 0 and writes < 0:
                     writes = value
                     outputs = (self._rename(key, t, o),)
+                    if value in self.watched:
+                        self._watch(t, outputs[0])
                 else:
                     del self._values[key]
                     self._event(FREE, value)
@@ -237,17 +269,29 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         number = self._value_of(tensor)
         if number is not None:
             self.kept_values.add(number)
-            # The storage lives as long as we keep it, so it is the tensor that shows when the program lets go. A view
-            # holds on to its base.
-            shown = tensor if tensor._base is None else tensor._base
-            self._shown[weakref(shown, self._let_go)] = number
+            self._watch(tensor, number)
             if self._moving:
                 self.trace.ops[self.trace.makers[number]].droppable = False
 
-    def _let_go(self, key: Any) -> None:
-        value = self._shown.pop(key, None)
-        if value is not None:
-            self._event(FREE, value, PROGRAM)
+    def _watch(self, tensor: Tensor, value: int) -> None:
+        """Look out for the end of a tensor, or of its base, which every view of it holds on to."""
+        self.watched.add(value)
+        base = tensor if tensor._base is None else tensor._base
+        found = self._shown.get(id(base))
+        if found is None:
+            found = self._shown[id(base)] = _Shown(base, self._let_go)
+            found.at = id(base)
+        found.value = value
+
+    def _let_go(self, shown: Any) -> None:
+        if self._shown.pop(shown.at, None) is not None:
+            self._event(FREE, shown.value, PROGRAM)
+
+    def _leaf_ref(self, tensor: Tensor, storage: Any) -> Any:
+        # What has no history is held as it is otherwise, and would not show when the program lets go of it.
+        if not tensor.requires_grad and weakref(storage) in self._values:
+            tensor = alias(tensor)
+        return super()._leaf_ref(tensor, storage)
 
     # ------------------------------------------------------------------ autograd's side
 

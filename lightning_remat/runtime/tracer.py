@@ -121,8 +121,9 @@ def _fill_in(trace: Trace, raw: Sequence[Event], levels: Sequence[int], tops: Se
         top = NEVER
         if len(simulator.replayed) == replayed and tops[i] > simulator.live:
             top = tops[i] - simulator.live
-            if kind == RUN:
-                trace.ops[a].scratch = top
+        if kind == RUN:
+            # A random op that runs again puts the generator's present state aside.
+            trace.ops[a].scratch = max(top, 0) + trace.ops[a].state
         net = levels[i + 1] - simulator.live
         if top != NEVER or net:
             _append_other(events, top, net)

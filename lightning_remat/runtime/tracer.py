@@ -104,6 +104,7 @@ def _fill_in(trace: Trace, raw: Sequence[Event], levels: Sequence[int], tops: Se
     simulator.live = levels[0] if levels else 0
     if simulator.live:
         events.append((OTHER, simulator.live, simulator.live))
+    replaying = False
     for i, (kind, a, b) in enumerate(raw):
         replayed = len(simulator.replayed)
         if kind == RUN and a in tape.fills:
@@ -118,9 +119,11 @@ def _fill_in(trace: Trace, raw: Sequence[Event], levels: Sequence[int], tops: Se
         elif kind != OTHER:
             simulator.step(kind, a, b)
             events.append((kind, a, b))
-        top = NEVER
-        if len(simulator.replayed) == replayed and tops[i] > simulator.live:
-            top = tops[i] - simulator.live
+        # What a replay allocates is not others', up to its end, which is a raw OTHER.
+        replaying = len(simulator.replayed) != replayed or (replaying and kind == FREE)
+        if replaying:
+            continue
+        top = tops[i] - simulator.live if tops[i] > simulator.live else NEVER
         if kind == RUN:
             # A random op that runs again puts the generator's present state aside.
             trace.ops[a].scratch = max(top, 0) + trace.ops[a].state

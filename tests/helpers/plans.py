@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from time import process_time
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +16,14 @@ from torch import Tensor, nn
 from lightning_remat import Remat
 from lightning_remat.engine.planned import script_for
 from lightning_remat.engine.verify import same_bits
+from lightning_remat.planning.simulator import Simulator, simulate
 from lightning_remat.planning.trace import Trace
 from lightning_remat.runtime.memory import measure_peak
 from lightning_remat.runtime.static import static_parts
 from tests.helpers.zoo import Batch, loss_of
+
+CLOSE = 0.002
+"""How far a measured peak may be from a simulated one. As a rule they agree to the byte."""
 
 BUDGET = 2**40
 """For those who want a traced step and an engine that plans, and nothing from the planner."""
@@ -146,3 +152,42 @@ def random_plan(trace: Trace, generator: random.Random) -> list[bool]:
     length = generator.randrange(2, max(3, len(trace.ops) // 4))
     chosen = [generator.random() < share for _ in range(len(trace.ops) // length + 1)]
     return [op.droppable and chosen[o // length] for o, op in enumerate(trace.ops)]
+
+
+class Traced:
+    """A model of which one step has been traced, and which is ready for steps under any plan."""
+
+    def __init__(self, model: nn.Module, batch: Batch) -> None:
+        self.run = Run(copy.deepcopy(model), batch, Remat(policy="auto", budget=BUDGET))
+        pilot: Any = self.run.remat._pilot  # type: ignore[union-attr]
+        torch.manual_seed(1)
+        self.run.forward_backward()
+        tracer = pilot._tracer
+        self.trace = tracer.trace()
+        self.lean_measured = tracer.measured().peak_bytes
+        self.lean_simulated = Simulator(self.trace, tracer.tape.drop(), tracer.tape.kept_values).run().peak
+        kept = tracer.tape.kept_values
+        self.full = [op.droppable and not kept.intersection(op.outputs) for op in self.trace.ops]
+        self.run.finish()
+        plain = Run(copy.deepcopy(self.run.model), batch)
+        plain.step(2)  # what PyTorch makes once is there from now on
+        plain = Run(copy.deepcopy(self.run.model), batch)
+        self.expected = Expected.of(plain, 3)
+        self.run.step(2)
+
+    def check(self, drop: list[bool]) -> None:
+        """Exact, and as large as the simulator says."""
+        measured, differing = self.expected.under(self.run, drop)
+        assert differing == []
+        assert abs(simulate(self.trace, drop).peak - measured) <= CLOSE * measured
+
+
+def check_all(traced: Traced, plans: int) -> None:
+    """The traced step, plain, all but borders dropped, everything dropped, and random plans."""
+    assert traced.lean_simulated == traced.lean_measured
+    traced.check([False] * len(traced.trace.ops))
+    traced.check(traced.full)
+    traced.check([op.droppable for op in traced.trace.ops])
+    generator = random.Random(1)
+    for _ in range(plans):
+        traced.check(random_plan(traced.trace, generator))

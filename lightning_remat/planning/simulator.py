@@ -11,6 +11,7 @@ depend a little on the plan; the allocator's fragmentation is not modelled.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from lightning_remat.planning.trace import EXIT, FREE, NEED, RELEASE, RUN, SAVE, Trace
@@ -53,11 +54,18 @@ _NOT_YET, _THERE, _ABSENT, _GONE = range(4)
 
 
 class Simulator:
-    """One run over a trace under one plan, event by event."""
+    """One run over a trace under one plan, event by event.
 
-    def __init__(self, trace: Trace, drop: Sequence[bool]) -> None:
+    Args:
+        trace: the step.
+        drop: for each op, whether its outputs are dropped.
+        kept: values that stay all the same: a border keeps one output of an op, and not the others.
+    """
+
+    def __init__(self, trace: Trace, drop: Sequence[bool], kept: AbstractSet[int] = frozenset()) -> None:
         self.trace = trace
         self.drop = drop
+        self.kept = kept
         values = len(trace.nbytes)
         self.live = 0
         self.peak = 0
@@ -133,7 +141,7 @@ class Simulator:
         old = op.writes
         if old >= 0:
             new = op.outputs[0]
-            drop = drop and dropped[old]
+            drop = dropped[new] = drop and dropped[old]
             held[new], held[old] = True, False  # the storage changes hands; its bytes are booked already
             if dropped[old]:
                 if drop:
@@ -144,14 +152,13 @@ class Simulator:
             else:
                 state[old] = _GONE
             state[new] = _ABSENT if drop else _THERE
-            dropped[new] = drop
             self._reach(self.live)
             return
         for v in op.outputs:
             self.live += nbytes[v]
             held[v] = True
-            dropped[v] = drop
-            state[v] = _ABSENT if drop else _THERE
+            dropped[v] = drop and v not in self.kept
+            state[v] = _ABSENT if dropped[v] else _THERE
         if drop:
             self._note(o)
         self._reach(self.live)
@@ -160,7 +167,7 @@ class Simulator:
         """Record an op: it holds what it reads."""
         op = self.trace.ops[o]
         self.record[o] = True
-        self.pending[o] = len(op.outputs)
+        self.pending[o] = sum(self.dropped[v] for v in op.outputs)
         self.live += op.state
         for u in op.inputs:
             self.read[u] += 1

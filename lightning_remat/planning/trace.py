@@ -73,7 +73,7 @@ class Trace:
 
     Attributes:
         ops: in order of execution.
-        nbytes: size of each value's storage. 0 for values that no plan can drop: their bytes are in OTHER events.
+        nbytes: size of each value's storage; 0 where its bytes are in OTHER events.
         makers: op that makes each value.
         events: see above.
         slots: number of slots.

@@ -22,8 +22,12 @@ from lightning_remat.engine.ledger import Ledger, LedgerTape
 from lightning_remat.engine.planned import action_for, first_tensor
 from lightning_remat.engine.replay import Clock
 from lightning_remat.engine.rules import Rule, rule_for
+from lightning_remat.engine.store import alias
 from lightning_remat.engine.values import Blank, Op, Value
 from lightning_remat.planning.trace import EXIT, FREE, NEED, OTHER, RELEASE, RUN, SAVE, Event, Trace, TraceOp
+
+PROGRAM = 1
+"""In a raw FREE event of a value that was kept: the program let go of it. 0: its storage is gone."""
 
 _grad_enabled = torch.is_grad_enabled
 _next_number = torch._C._autograd._get_sequence_nr
@@ -37,6 +41,15 @@ class Slot:
     def __init__(self, number: int, packed: Any) -> None:
         self.number = number
         self.packed = packed
+
+
+class _Shown(weakref[Tensor]):
+    """A tensor of the program's, whose end is the program's letting go of a value."""
+
+    __slots__ = ("at", "value")
+
+    at: int
+    value: int
 
 
 class _Listener:
@@ -71,6 +84,7 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         raw: events so far. OTHER stands for the end of a replay here.
         functions: the overload of each op of the trace.
         kept_values: values that were kept after all.
+        watched: values whose storage we hold, so that its end does not say when the program lets go.
         fills: ops whose output lies in memory that was allocated before.
         open_slots: saved tensors that autograd still holds.
     """
@@ -83,12 +97,14 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         self.raw: list[Event] = []
         self.functions: list[Any] = []
         self.kept_values: set[int] = set()
+        self.watched: set[int] = set()
         self.fills: set[int] = set()
         self.open_slots: dict[Any, int] = {}
         self._mark = mark
         self._keeps = keeps
         self._table = ActionTable(counted)
         self._values: dict[Any, int] = {}  # storage -> value
+        self._shown: dict[int, _Shown] = {}  # by the tensor's identity: comparing tensors would be an op
         self._last: Op | None = None
         self._moving = False
         self._of_op: dict[int, int] = {}  # the tape's op -> ours
@@ -154,9 +170,25 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
                 for t in out if isinstance(out, (tuple, list)) else (out,):
                     if isinstance(t, Tensor):
                         self.keep(t)
-        elif not rule.moves:
+        elif rule.form == "write":
             entry.outputs, entry.writes = self._overwritten(rule, args, kwargs, out, o)
+        else:
+            entry.outputs = self._stays(o, flat, out)
         return out
+
+    def _stays(self, o: int, inputs: list[Tensor], out: Any) -> tuple[int, ...]:
+        """The outputs of an op that no plan drops: recorded ops that read them hold them longer than others do."""
+        found = []
+        try:
+            known = {weakref(t.untyped_storage()) for t in inputs}
+            for t in _tensors([out]):
+                key = weakref(t.untyped_storage())
+                if key not in known and key not in self._values:
+                    found.append(self._new(t, o))
+                    self._watch(t, found[-1])
+        except (NotImplementedError, RuntimeError):
+            pass  # a sparse tensor, or one without memory: its bytes remain those of others
+        return tuple(found)
 
     def _take_last(self) -> Op | None:
         last, self._last = self._last, None
@@ -169,6 +201,9 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
             entry.state = op.extra[2][1].nbytes
         if op.args and op.args[0].__class__ is Blank:
             self.fills.add(o)
+            before = self._value_of(args[0])
+            if before is not None:
+                self.trace.nbytes[before] = 0  # by now they are taken for the memory of others
             entry.outputs = (self._new(args[0], o),)
         elif op.extra is not None and op.extra[1] is not None and op.extra[1].form == "write":
             key = weakref(args[0].untyped_storage())
@@ -211,6 +246,8 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
                 if o >= 0 and writes < 0:
                     writes = value
                     outputs = (self._rename(key, t, o),)
+                    if value in self.watched:
+                        self._watch(t, outputs[0])
                 else:
                     del self._values[key]
                     self._event(FREE, value)
@@ -232,8 +269,29 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         number = self._value_of(tensor)
         if number is not None:
             self.kept_values.add(number)
+            self._watch(tensor, number)
             if self._moving:
                 self.trace.ops[self.trace.makers[number]].droppable = False
+
+    def _watch(self, tensor: Tensor, value: int) -> None:
+        """Look out for the end of a tensor, or of its base, which every view of it holds on to."""
+        self.watched.add(value)
+        base = tensor if tensor._base is None else tensor._base
+        found = self._shown.get(id(base))
+        if found is None:
+            found = self._shown[id(base)] = _Shown(base, self._let_go)
+            found.at = id(base)
+        found.value = value
+
+    def _let_go(self, shown: Any) -> None:
+        if self._shown.pop(shown.at, None) is not None:
+            self._event(FREE, shown.value, PROGRAM)
+
+    def _leaf_ref(self, tensor: Tensor, storage: Any) -> Any:
+        # What has no history is held as it is otherwise, and would not show when the program lets go of it.
+        if not tensor.requires_grad and weakref(storage) in self._values:
+            tensor = alias(tensor)
+        return super()._leaf_ref(tensor, storage)
 
     # ------------------------------------------------------------------ autograd's side
 
@@ -243,6 +301,9 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         value = self._value_of(tensor)
         if value is None or packed.__class__ is not tuple:
             return packed
+        if packed[0] is tensor:
+            with torch._C._DisableTorchDispatch():
+                packed = (alias(tensor), packed[1])  # the tensor is to die when the program lets go of it
         slot = Slot(self.trace.slots, packed)
         self.trace.slots += 1
         self._event(SAVE, slot.number, value)
@@ -283,6 +344,7 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
     def close(self) -> None:
         """Hold on to nothing of the step any more."""
         self.observers.clear()
+        self._shown.clear()
         self._last = None
         self._mark = lambda: None
 
@@ -297,9 +359,9 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
             entry.seconds = median(again or first)
 
     def drop(self) -> list[bool]:
-        """The plan that this step ran under."""
+        """The plan that this step ran under, but for ``kept_values``."""
         kept = self.kept_values
-        return [op.droppable and not any(v in kept for v in op.outputs) for op in self.trace.ops]
+        return [op.droppable and not all(v in kept for v in op.outputs) for op in self.trace.ops]
 
 
 def _tensors(items: Any) -> Iterator[Tensor]:

@@ -13,16 +13,18 @@ import pytest
 from tests.benchmarks import optimality
 
 HERE = Path(__file__).parent
-SMALL = ["--blocks", "2", "--width", "32", "--context", "16", "--batch", "2"]
+SMALL = ("--blocks", "2", "--width", "32", "--context", "16", "--batch", "2")
 
 
-def run(monkeypatch: pytest.MonkeyPatch, script: str, folder: Path, *args: str) -> dict[str, Any]:
+def run(
+    monkeypatch: pytest.MonkeyPatch, script: str, folder: Path, *args: str, small: tuple[str, ...] = SMALL
+) -> dict[str, Any]:
     """Run a benchmark on a small model; returns its JSON."""
     monkeypatch.syspath_prepend(HERE)
     siblings = [file.stem for file in HERE.glob("*.py")]  # names that other code may use, too
     for name in siblings:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setattr(sys, "argv", [script, *SMALL, *args, "--json", str(folder / "out.json")])
+    monkeypatch.setattr(sys, "argv", [script, *small, *args, "--json", str(folder / "out.json")])
     with pytest.raises(SystemExit) as leaving:
         runpy.run_path(str(HERE / script), run_name="__main__")
     for name in siblings:
@@ -93,3 +95,15 @@ def test_optimality(tmp_path: Path) -> None:
     for row in written["rows"] + written["random"]:
         assert row["bound_s"] == row["optimum_s"]
         assert row["planner_s"] is None or row["planner_s"] >= row["optimum_s"] * (1 - 1e-9)
+
+
+def test_budgets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A budget is kept and its peak foreseen, nothing differs by a bit, and so it is with a random plan."""
+    chosen = ("--tiny", "--model", "resnet", "--share", "0.75", "--random", "1")
+    written = run(monkeypatch, "budgets.py", tmp_path, small=chosen)
+
+    assert written["faults"] == []
+    (row,), (smallest,), (plans,) = written["budgets"], written["smallest"], written["random"]
+    assert row["measured_bytes"] <= 0.75 * row["plain_bytes"]
+    assert smallest["measured_bytes"] < smallest["full_bytes"]
+    assert plans["lowest"] == pytest.approx(1, abs=0.02)

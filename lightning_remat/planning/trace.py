@@ -1,7 +1,7 @@
 """A trace: one training step as a list of ops, values and events, enough to foresee the same step under any plan.
 
 It holds no tensor and no function, only numbers and names: it can be stored, sent, and made on another machine. Three
-sources make one: a real step (`runtime/tracer.py`), a step on fake tensors (`planning/fake.py`), and tests by hand.
+sources make one: a real step (`runtime/tracer.py`), a step on fake tensors (`planning/fake/`), and tests by hand.
 
 Events stand in the order in which they happened, forward and backward alike:
 

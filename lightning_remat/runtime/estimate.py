@@ -5,7 +5,7 @@ parameters, buffers, the batch, and the optimizer's state, which a step of the o
 being. The optimizer's own step is a second peak, after backward has let go of the activations; whichever is higher
 counts.
 
-Known weaknesses: see :mod:`~lightning_remat.planning.fake`; gradients are taken to be freed between steps, as
+Known weaknesses: see :mod:`~lightning_remat.planning.fake.step`; gradients are taken to be freed between steps, as
 ``zero_grad()`` and Lightning do; with several processes, what these add (buckets, shards) is not counted.
 """
 
@@ -23,8 +23,8 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_remat.errors import ConfigurationError
-from lightning_remat.planning.fake import fake_batch, fake_mode, fake_module, trace_of
-from lightning_remat.planning.meter import Meter
+from lightning_remat.planning.fake.meter import Meter
+from lightning_remat.planning.fake.step import fake_batch, fake_mode, fake_module, trace_of
 from lightning_remat.planning.plan import Candidate, judged
 from lightning_remat.planning.planner import Planner
 from lightning_remat.planning.simulator import simulate

@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_remat.errors import ConfigurationError
-from lightning_remat.planning.fake import Step
+from lightning_remat.planning.fake.step import Step
 
 MakeBatch = Callable[[int], Any]
 """Number of samples -> a batch of that many."""
@@ -34,7 +34,7 @@ class Target:
     Attributes:
         module: never run itself; estimates are made on copies.
         make_batch: see :data:`MakeBatch`.
-        step: see :data:`~lightning_remat.planning.fake.Step`.
+        step: see :data:`~lightning_remat.planning.fake.step.Step`.
         make_optimizers: for the copy that it is given.
         assumed: sentences about what was not said.
     """

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_remat import ConfigurationError, Remat
-from lightning_remat.planning.fake import fake_trace
+from lightning_remat.planning.fake.step import fake_trace
 from lightning_remat.planning.planfile import PlanFile
 from lightning_remat.planning.planner import Planner
 from lightning_remat.planning.simulator import simulate

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_remat.planning.kernels import output_bytes, scratch_bytes
-from lightning_remat.planning.roofline import tensors_of
+from lightning_remat.planning.fake.kernels import output_bytes, scratch_bytes
+from lightning_remat.planning.fake.roofline import tensors_of
 from lightning_remat.runtime.memory import measure_peak
 
 

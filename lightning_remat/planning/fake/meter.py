@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_remat.engine.rules import Rule, rule_for
-from lightning_remat.planning.kernels import output_bytes, scratch_bytes, sums_gradients
-from lightning_remat.planning.known import call_known
-from lightning_remat.planning.roofline import seconds_for, speed_of, tensors_of
+from lightning_remat.planning.fake.kernels import output_bytes, scratch_bytes, sums_gradients
+from lightning_remat.planning.fake.known import call_known
+from lightning_remat.planning.fake.roofline import seconds_for, speed_of, tensors_of
 from lightning_remat.planning.trace import EXIT, FREE, NEED, NEVER, OTHER, RELEASE, RUN, SAVE, Trace, TraceOp
 
 _next_number = torch._C._autograd._get_sequence_nr

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from lightning_remat.engine.rules import Rule
-from lightning_remat.planning.roofline import tensors_of
+from lightning_remat.planning.fake.roofline import tensors_of
 
 _aten = torch.ops.aten
 _INDEXING = frozenset(

@@ -2,10 +2,10 @@
 
 Fake tensors (``torch._subclasses``) have shapes, dtypes and storages with sizes, and no memory. A step on them runs the
 user's Python and autograd as they are, in a fraction of a second, on no device; what is written down is what
-:mod:`~lightning_remat.planning.meter` sees.
+:mod:`~lightning_remat.planning.fake.meter` sees.
 
 They always live on the CPU. A step for another device runs there as well, with that device's choice of kernels put in
-place (:mod:`~lightning_remat.planning.emulation`): PyTorch without CUDA, as on a laptop, cannot run autograd on fake
+place (:mod:`~lightning_remat.planning.fake.emulation`): PyTorch without CUDA, as on a laptop, cannot run autograd on fake
 CUDA tensors (torch 2.13 ends the process).
 
 Known weaknesses: control flow that depends on activations is refused, as the content is not there; memory that does not
@@ -31,9 +31,9 @@ from torch.utils._pytree import tree_map_only
 from lightning_remat.engine.blocks import find_blocks
 from lightning_remat.engine.ledger import ModuleStack
 from lightning_remat.errors import ConfigurationError
-from lightning_remat.planning.emulation import kernels_of
-from lightning_remat.planning.known import is_known
-from lightning_remat.planning.meter import Meter
+from lightning_remat.planning.fake.emulation import kernels_of
+from lightning_remat.planning.fake.known import is_known
+from lightning_remat.planning.fake.meter import Meter
 from lightning_remat.planning.trace import Trace
 
 _T = TypeVar("_T")

@@ -107,3 +107,13 @@ def test_budgets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert row["measured_bytes"] <= 0.75 * row["plain_bytes"]
     assert smallest["measured_bytes"] < smallest["full_bytes"]
     assert plans["lowest"] == pytest.approx(1, abs=0.02)
+
+
+def test_planning_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A trace has a record for every op, and planning takes some time."""
+    written = run(monkeypatch, "planning_time.py", tmp_path, small=("--blocks", "2"))
+
+    (row,) = written["rows"]
+    assert row["records"] > 50
+    assert row["events"] > 3 * row["records"]
+    assert row["planning_seconds"]["0.75"] > 0

@@ -37,7 +37,7 @@ _LEAVES_TO_AUTOCAST = {"aten::_trilinear": "aten::bilinear", "aten::linalg_pinv"
 
 _lock = Lock()
 _outside: list[Any] = []  # modes that stay outside of backward, once for each time they have been entered
-_watchers: list[Callable[[], None]] = []
+_watchers: list[Callable[[bool], None]] = []
 _original: Callable[..., Any] | None = None
 
 
@@ -51,8 +51,11 @@ def backward_outside(mode: Any) -> Iterator[None]:
         _unpatch(_outside, mode)
 
 
-def watch_backward(ended: Callable[[], None]) -> Callable[[], None]:
-    """Have ``ended`` called whenever a backward pass has ended, until the function that this returns is called."""
+def watch_backward(ended: Callable[[bool], None]) -> Callable[[], None]:
+    """Have ``ended`` called whenever a backward pass has ended, until the function that this returns is called.
+
+    It is told whether the pass ran to its end, on the thread that had started it, whichever that is.
+    """
     _patch(_watchers, ended)
     return lambda: _unpatch(_watchers, ended)
 
@@ -81,11 +84,14 @@ def _unpatch(entries: list[Any], entry: Any) -> None:
 
 
 def _run_backward(*args: Any, **kwargs: Any) -> Any:
+    whole = False
     try:
-        return _without_modes(*args, **kwargs)
+        found = _without_modes(*args, **kwargs)
+        whole = True
+        return found
     finally:
         for ended in list(_watchers):
-            ended()
+            ended(whole)
 
 
 def _without_modes(*args: Any, **kwargs: Any) -> Any:

@@ -66,6 +66,7 @@ class PlannedTape(Tape):  # type: ignore[no-untyped-call]  # torch's __init_subc
         on_other_op: asked for a new script when another op comes than expected; (position, name) -> script or None.
         on_other_size: the same for another size; (position, elements) -> script or None.
         fallback: table for ops that no script knows.
+        kept: names of ops whose results are never dropped, whatever a script says.
         seen: elements of each op's first output since a careful script came into force.
         lost: no script fits any more; the fallback holds for the rest of the step.
     """
@@ -76,7 +77,8 @@ class PlannedTape(Tape):  # type: ignore[no-untyped-call]  # torch's __init_subc
         self.position = 0
         self.on_other_op: Callable[[int, str], Script | None] = lambda position, name: None
         self.on_other_size: Callable[[int, int], Script | None] = lambda position, size: None
-        self.fallback = ActionTable(lambda rule: action_for(rule, rule.kind == "cheap"))
+        self.fallback = ActionTable(lambda rule: action_for(rule, rule.kind == "cheap" and rule.name not in self.kept))
+        self.kept: set[str] = set()
         self.seen: list[int] = []
         self.lost = False
         self.table = ActionTable(counted)
@@ -86,6 +88,12 @@ class PlannedTape(Tape):  # type: ignore[no-untyped-call]  # torch's __init_subc
         self.script = script
         self.position = 0
         self.lost = False
+
+    def never_drop(self, name: str) -> None:
+        """Keep the results of an op from now on, in the script in force as well."""
+        self.kept.add(name)
+        self.fallback.clear()
+        self.script = without(self.script, self.kept)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one op, and record it if the script says so."""
@@ -115,7 +123,7 @@ class PlannedTape(Tape):  # type: ignore[no-untyped-call]  # torch's __init_subc
         elif action == PASS:
             out = func._op(*args, **kwargs) if kwargs else func._op(*args)
         elif WRITE <= action <= WRITE_KEEP:
-            return self._write(action, func, args, kwargs or {})
+            out = self._write(action, func, args, kwargs or {})
         else:
             out = self._dispatch_rest(action, func, args, kwargs or {})
         if size != -1:
@@ -166,6 +174,18 @@ class PlannedTape(Tape):  # type: ignore[no-untyped-call]  # torch's __init_subc
         other = self.on_other_size(position, size)
         if other is not None:
             self.script = other
+
+
+def without(script: Script, kept: set[str]) -> Script:
+    """The same instructions, with ops of these names kept."""
+    found: Script = []
+    for function, action, size in script:
+        if isinstance(function, str):
+            found.append((function, 0 if function in kept else action, size))
+        else:
+            rule = rule_for(function)
+            found.append((function, action_for(rule, False) if rule.name in kept else action, size))
+    return found
 
 
 _CAREFUL = -2

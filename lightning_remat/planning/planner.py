@@ -17,6 +17,9 @@ from lightning_remat.planning.simulator import simulate
 from lightning_remat.planning.trace import OTHER, Trace
 from lightning_remat.sizes import format_bytes
 
+_SEEDED = 500  # plans that can be simulated, from which on polishing begins at several
+
+
 class Planner:
     """Everything that can be said about one trace; asked for as many budgets as one likes.
 
@@ -30,16 +33,17 @@ class Planner:
         self.search = Search(trace)
         # Plans to simulate in polishing: little beside what a plan is used for, and enough to try a lot on small traces.
         self._events = max(1, len(trace.events))
-        self._patience = min(2500, max(40, 500_000 // self._events))
+        self._patience = min(3000, max(30, (1_000_000 if len(trace.ops) < 100 else 400_000) // self._events))
+        self._rounds = max(6, min(60, 100_000 // self._events))
+        self._bisected = self._sought = False
         self._pricing = Pricing(self.search.layout, self.judge)
-        graph = self.search.layout.graph
-        self._polish = Polish(trace, self.judge, [o for o, droppable in enumerate(graph.droppable) if droppable])
+        self._polish = Polish(trace, self.judge, self.search.layout.graph, lambda: len(self.tried))
         self.tried: dict[tuple[bool, ...], Candidate] = {self.plain.drop: self.plain}
 
     def result(
         self, budget_bytes: int, static_bytes: int = 0, static_parts: Mapping[str, int] | None = None
     ) -> PlanResult:
-        """The best plan within a budget, with the front that it is taken from.
+        """The best plan within a budget, and the front as far as it is known; :meth:`front` finds more of it.
 
         Args:
             budget_bytes: what a step may take, ``static_bytes`` included.
@@ -49,7 +53,7 @@ class Planner:
         Raises:
             BudgetError: no plan fits.
         """
-        front = self.front()
+        self._rough_smallest()
         chosen = self.within(budget_bytes - static_bytes)
         if chosen is None:
             raise self._too_small(budget_bytes, static_bytes, static_parts)
@@ -58,7 +62,7 @@ class Planner:
             static_bytes=static_bytes,
             budget_bytes=budget_bytes,
             chosen=chosen,
-            front=pareto([*front, *self.tried.values()]),
+            front=pareto(self.tried.values()),
             plain=self.plain,
         )
 
@@ -100,7 +104,7 @@ class Planner:
             return self.plain
         best = self._best_tried(budget)
         target = float(budget)
-        for _ in range(2 if rough else 5):
+        for _ in range(2 if rough else 4):
             drop = self.search.best(target)
             if drop is None:
                 break
@@ -108,36 +112,67 @@ class Planner:
             if found.peak_bytes <= budget and (best is None or found.extra_seconds < best.extra_seconds):
                 best = found
             slack = budget - found.peak_bytes
-            if abs(slack) <= budget * 0.002:
+            if abs(slack) <= budget * 0.004:
                 break
             # The search does not see everything that the simulator does: aim lower, or higher.
             target += slack if slack < 0 else slack / 2
         if rough:
             return best
-        priced = self._pricing.search(budget, min(60, 200_000 // self._events))
+        priced = self._pricing.search(budget, self._rounds)
         if priced is not None and (best is None or priced.extra_seconds < best.extra_seconds):
             best = priced
         if best is None:
+            best = self._polish.fitting(self.smallest(), budget, 2 * self._patience)
+        if best is None:
             return None
-        return self._polish.within(best, budget, self._patience)
+        seeds = self._seeds(best, budget)
+        return min(
+            (self._polish.within(seed, budget, self._patience // len(seeds)) for seed in seeds),
+            key=lambda c: (c.peak_bytes > budget, c.extra_seconds, c.peak_bytes),
+        )
+
+    def _seeds(self, best: Candidate, budget: int) -> list[Candidate]:
+        """Plans from which to polish: the best one, and on small traces others that are nearly as good, or too large."""
+        if self._patience < _SEEDED:
+            return [best]
+        for share in (0.9, 0.94, 0.97, 1.03, 1.06, 1.1):
+            drop = self.search.best(share * budget)
+            if drop is not None:
+                self.judge(drop)
+        near = [c for c in self.tried.values() if c.peak_bytes <= 1.1 * budget and c is not best]
+        near.sort(key=lambda c: (c.extra_seconds * max(1.0, c.peak_bytes / budget) ** 4, c.peak_bytes))
+        return [best, self.plain, *near[:4]]
 
     def _best_tried(self, budget: int) -> Candidate | None:
         fitting = [c for c in self.tried.values() if c.peak_bytes <= budget]
         return min(fitting, key=lambda c: (c.extra_seconds, c.peak_bytes), default=None)
 
     def smallest(self) -> Candidate:
-        """The plan with the smallest peak that the search finds."""
-        low, high = 0.0, float(self.plain.peak_bytes)
-        for _ in range(12):
-            middle = (low + high) / 2
-            drop = self.search.best(middle)
-            if drop is None:
-                low = middle
-            else:
-                self.judge(drop)
-                high = middle
-        best = min(self.tried.values(), key=lambda c: (c.peak_bytes, c.extra_seconds))
-        return self._polish.smaller(best, self._patience)
+        """The plan with the smallest peak that was found."""
+        if not self._sought:
+            self._sought = True
+            best: Candidate | None = self._rough_smallest()
+            while best is not None:
+                target = int(best.peak_bytes * 0.97)
+                best = self._pricing.search(target, self._rounds) or self._polish.fitting(best, target, self._patience)
+        return self._least_tried()
+
+    def _rough_smallest(self) -> Candidate:
+        """The same as far as the search over segments goes."""
+        if not self._bisected:
+            self._bisected = True
+            low, high = 0.0, float(self.plain.peak_bytes)
+            for _ in range(7):
+                middle = (low + high) / 2
+                drop = self.search.best(middle)
+                if drop is None:
+                    low = middle
+                else:
+                    high = min(middle, float(self.judge(drop).peak_bytes))
+        return self._least_tried()
+
+    def _least_tried(self) -> Candidate:
+        return min(self.tried.values(), key=lambda c: (c.peak_bytes, c.extra_seconds))
 
     def front(self, count: int = 10) -> tuple[Candidate, ...]:
         """Candidates of which none is better than another in both respects, by rising peak."""

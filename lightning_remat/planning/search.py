@@ -15,7 +15,7 @@ import numpy as np
 from lightning_remat.planning.segments import Item, Layout, Segment, find_cuts, interval_kinds, layout_of, levels_around
 from lightning_remat.planning.trace import Trace
 
-_LABELS = 96  # states kept at each cut
+_LABELS = 64  # states kept at each cut
 _STEPS = 12  # minimum cuts along the hull of one segment
 _WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # segments, in intervals between neighbouring cuts
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from lightning_remat.engine.ledger import Ledger
-from lightning_remat.engine.planned import PlannedTape, Script, careful_script
+from lightning_remat.engine.planned import PlannedTape, Script, careful_script, without
 from lightning_remat.engine.replay import Clock
 from lightning_remat.engine.tape import Tape
 from lightning_remat.planning.planfile import PlanFile
@@ -74,6 +74,14 @@ class FilePilot:
 
     def close(self) -> None:
         """Nothing runs between steps."""
+
+    def meet(self, roots: Sequence[nn.Module]) -> None:
+        """The plan is the plan, whatever the model."""
+
+    def never_drop(self, op: str) -> None:
+        """Keep the results of an op from now on."""
+        self.tape.never_drop(op)
+        self._script, self._lean = without(self._script, self.tape.kept), without(self._lean, self.tape.kept)
 
     def _other_op(self, position: int, name: str) -> Script | None:
         if position >= len(self.plan.names):

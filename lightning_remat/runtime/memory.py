@@ -15,9 +15,11 @@ Known weaknesses:
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,10 +28,13 @@ from typing import Any
 import torch
 from torch._C._autograd import _profiler_enabled
 from torch._C._profiler import _ExtraFields_Allocation, _ProfilerEvent, _RecordFunctionFast
+from torch.autograd import profiler
 from torch.profiler import ProfilerActivity, profile
+from torch.profiler.profiler import PROFILER_STEP_NAME
 
 _DEVICES = ("cpu", "cuda")
 _MARK = "lightning_remat#"
+_autograd_profiler: Any = profiler  # its functions are not declared as exported
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +83,23 @@ def measure_peak(fn: Callable[[], object], device: torch.device | str = "cpu") -
 
 
 def profiler_is_on() -> bool:
-    """Whether this thread is being profiled, so that nothing can be recorded."""
-    return bool(_profiler_enabled())
+    """Whether somebody profiles, on whichever thread, or is about to, so that nothing can be recorded.
+
+    PyTorch has one profiler for the whole process: a second one crashes it, on another thread or in the warm-up phase
+    of a profiler's schedule. Nothing tells of the latter, so that all profilers there are must be looked at.
+    """
+    if _profiler_enabled() or _autograd_profiler._is_profiler_enabled:
+        return True
+    if PROFILER_STEP_NAME not in _autograd_profiler.KinetoStepTracker._step_dict:
+        return False  # as long as that is empty, none has been made
+    profilers = gc.get_referrers(_autograd_profiler.profile)
+    return any(
+        isinstance(p, _autograd_profiler.profile) and p.entered and p.enabled and p.kineto_results is None
+        for p in profilers
+    )
+
+
+_starting = threading.Lock()
 
 
 class Recorder:
@@ -88,6 +108,10 @@ class Recorder:
     Args:
         device: see :func:`measure_peak`.
 
+    Attributes:
+        marks: how many marks have been put into the stream.
+        cut: it was ended before its time, since somebody else began to profile.
+
     Raises:
         ValueError: see :func:`measure_peak`.
     """
@@ -95,6 +119,10 @@ class Recorder:
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = _checked_device(device)
         self.marks = 0
+        self.cut = False
+        self._thread = threading.current_thread()
+        self._running = False
+        self._prepare: Callable[..., Any] | None = None
         self._profiler: profile | None = None
         self._before = 0
         self._peak: int | None = None
@@ -105,18 +133,35 @@ class Recorder:
         Raises:
             RuntimeError: see :func:`measure_peak`.
         """
-        if _profiler_enabled():
-            raise RuntimeError(
-                "measure_peak needs PyTorch's profiler, which is running already: call it outside of the profiled "
-                "code, or switch that profiler off (in Lightning: Trainer(profiler=None))."
-            )
-        self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-        self._before = _allocated_on_cuda(self.device)
-        older = torch.empty(1)
-        with _without_profiler_chatter():
-            self._profiler.start()
-            # The allocator warns at the first, and at every thousandth, release of something older than the profile.
-            del older
+        with _starting:
+            if profiler_is_on():
+                raise RuntimeError(
+                    "measure_peak needs PyTorch's profiler, which is running already: call it outside of the profiled "
+                    "code, or switch that profiler off (in Lightning: Trainer(profiler=None))."
+                )
+            self._thread = threading.current_thread()
+            others = PROFILER_STEP_NAME in _autograd_profiler.KinetoStepTracker._step_dict
+            self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+            if not others:
+                _autograd_profiler.KinetoStepTracker.erase_step_count(PROFILER_STEP_NAME)
+            self._before = _allocated_on_cuda(self.device)
+            older = torch.empty(1)
+            with _without_profiler_chatter():
+                self._profiler.start()
+                # The allocator warns at the first, and at every thousandth, release of something older than the
+                # profile.
+                del older
+            self._running = True
+        self._prepare = _autograd_profiler._prepare_profiler
+        _autograd_profiler._prepare_profiler = self._make_way
+
+    def _make_way(self, *args: Any, **kwargs: Any) -> Any:
+        """Somebody begins to profile while we do: theirs must not suffer from it."""
+        prepare = self._prepare
+        self.stop()
+        self.cut = True
+        assert prepare is not None
+        return prepare(*args, **kwargs)
 
     def mark(self) -> None:
         """Put a mark into the stream of allocations; marks are numbered from 0."""
@@ -124,8 +169,18 @@ class Recorder:
             self.marks += 1
 
     def stop(self) -> None:
-        """End the count."""
-        assert self._profiler is not None
+        """End the count; safe to repeat. A profiler can only be switched off on the thread where it was switched on."""
+        if not self._running or self._profiler is None:
+            return
+        if _autograd_profiler._prepare_profiler == self._make_way:
+            _autograd_profiler._prepare_profiler = self._prepare
+        if threading.current_thread() is not self._thread:
+            self.cut = True
+            if not self._thread.is_alive():
+                self._running = False
+                _autograd_profiler._set_is_profiler_enabled(False)  # it went with its thread
+            return
+        self._running = False
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             # The allocator also counts what it hands out on threads that the profiler does not follow.
@@ -149,6 +204,16 @@ class Recorder:
         if inner is None or inner.kineto_results is None:
             raise RuntimeError("The measured code stopped the profiler, so that its memory could not be counted.")
         return _stream(inner.kineto_results, self.device)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all was counted: nobody put an end to it, and every mark is there."""
+        if self.cut or self._running or self._profiler is None:
+            return False
+        inner = self._profiler.profiler
+        if inner is None or inner.kineto_results is None:
+            return False
+        return sum(mark >= 0 for _, _, _, mark in self.stream()) == self.marks
 
 
 def _checked_device(device: torch.device | str) -> torch.device:

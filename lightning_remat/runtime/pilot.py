@@ -1,73 +1,48 @@
 """``policy="auto"`` under a budget: trace a step, plan, follow the plan, and notice when it no longer fits.
 
 The first step runs lean, with block borders kept and everything else dropped, and is traced. From the second on a plan
-is followed. A step can turn out to be another one than expected while it runs: other ops, or other sizes. What is known
-of steps is therefore a tree: where a step leaves what one entry expects, a *turn* leads to the entry that knows how it
-goes on. Where none does, the step goes on in a careful way, and is learned.
+is followed. A step can turn out to be another one than expected while it runs: other ops, or other sizes. If another
+entry of :class:`~lightning_remat.runtime.known.KnownSteps` knows how it goes on, that one's plan is followed from
+there. Otherwise the step goes on in a careful way, and is learned: other sizes by scaling the trace, other ops by
+tracing the steps to come until they come up again.
 """
 
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import replace
+from weakref import WeakMethod, WeakSet
 
+import torch
 from torch import nn
 
 from lightning_remat.engine.ledger import Ledger, ModuleStack
-from lightning_remat.engine.planned import PlannedTape, Script, careful_script, script_for
+from lightning_remat.engine.planned import PlannedTape, Script, careful_script
 from lightning_remat.engine.replay import Clock
 from lightning_remat.engine.tape import Tape
 from lightning_remat.errors import BudgetError
-from lightning_remat.planning.plan import Candidate, PlanResult
-from lightning_remat.planning.planner import Planner
-from lightning_remat.planning.rescale import rescaled
-from lightning_remat.planning.trace import NEED, Trace
-from lightning_remat.runtime.measuring import Measurement
+from lightning_remat.planning.plan import PlanResult
+from lightning_remat.planning.planner import Planner, pareto
+from lightning_remat.runtime.known import Known, KnownSteps
+from lightning_remat.runtime.measuring import Measurement, StepWatch
 from lightning_remat.runtime.memory import profiler_is_on
+from lightning_remat.runtime.saying import warn
 from lightning_remat.runtime.static import Optimizers, device_of, has_gradients, static_parts
 from lightning_remat.runtime.tracer import Tracer
 from lightning_remat.sizes import device_memory, format_bytes
 
 log = logging.getLogger("lightning_remat")
 
-MOST_SHAPES = 64
-"""How many shapes of one sequence are told apart."""
-
 MOST_SEQUENCES = 6
 """How many sequences of ops are planned for; a model with more of them has another one in every step."""
 
-_SIMILAR = 1.15  # a plan for a shape of at most this many times the bytes serves a smaller one
 _ESTIMATED = 0.98  # share of the room that a plan for a shape that was never traced may take
-
-
-@dataclass
-class Known:
-    """What is known of one sequence of ops at one shape.
-
-    Attributes:
-        number: identity, for turns.
-        trace: as measured, or rescaled from another shape.
-        functions: overload of each op.
-        script: instructions of the plan in force.
-        lean: instructions of the plan with the smallest peak.
-        result: the plan in force.
-        static: memory between steps that it was made for.
-        correction: measured over predicted peak of the step, where the prediction was too low.
-    """
-
-    number: int
-    trace: Trace
-    functions: Sequence[Any]
-    traced: bool = True
-    script: Script = field(default_factory=list)
-    lean: Script = field(default_factory=list)
-    result: PlanResult | None = None
-    planner: Planner | None = None
-    static: int = -1
-    correction: float = 1.0
+_IN_A_ROW = 4  # steps that are traced, one after the other, in the hope for an unknown sequence to come up again
+_ROUNDS = 4  # how often that is tried in vain
+_CORRECTIONS = 3  # how often a plan is corrected whose measured peak was above the budget
+_OFTEN = 3  # how often a shape comes up for which a search is worth its time
+_CLOSE = 1.002  # a peak that is missed by less is met
 
 
 class Pilot:
@@ -79,11 +54,9 @@ class Pilot:
         modules: names of modules, for traces.
 
     Attributes:
-        result: the plan last followed, None before there is one.
-        measurement: peak of a step under it, as measured; None before.
-        parts: what static memory consists of.
+        known: everything that is known of steps.
         ledger: books of the last traced step.
-        given_up: the sequence of ops changes all the time; a fixed policy has to do.
+        given_up: no plan can be followed; a fixed policy has to do.
     """
 
     def __init__(self, budget: int | float, clock: Clock, modules: ModuleStack) -> None:
@@ -93,152 +66,251 @@ class Pilot:
         self.tape = PlannedTape(clock)
         self.tape.on_other_op = self._other_op
         self.tape.on_other_size = self._other_size
-        self.optimizers = Optimizers()
-        self.result: PlanResult | None = None
-        self.measurement: Measurement | None = None
-        self.extra_seconds: float | None = None
-        self.parts: dict[str, int] = {}
+        # Weakly: an optimizer's step must not find a pilot that nobody else has.
+        self.optimizers = Optimizers(WeakMethod(self._about_to_step))
+        self.known = KnownSteps()
         self.ledger: Ledger | None = None
         self.given_up = False
-        self._roots: dict[bool, Known] = {}  # by whether gradients are there when the step begins
-        self._all: list[Known] = []
-        self._turns: dict[tuple[int, int, int | str], Known] = {}
+        self._roots: WeakSet[nn.Module] = WeakSet()  # of all steps, as long as they live
+        self._had_roots = False
         self._tracer: Tracer | None = None
         self._measuring: Measurement | None = None
         self._active: Known | None = None
         self._accumulating = False
         self._learning: tuple[Known, int, int] | None = None
-        self._trace_wanted = False
-        self._seen_steps = -1
+        self._to_trace = 0  # steps
+        self._in_vain = 0  # rounds of tracing
+        self._no_backward = 0  # traced steps that had none
+        self._pause = 0  # steps until the next one is traced
         self._said: set[str] = set()
+
+    @property
+    def main(self) -> Known | None:
+        """Of the steps that there are plans for, the largest: it decides whether training fits."""
+        return self.known.largest
+
+    @property
+    def result(self) -> PlanResult | None:
+        """The plan for the largest step; None before there is one."""
+        return self.main.result if self.main is not None else None
 
     # ------------------------------------------------------------------ the ends of a step
 
     def begin(self, roots: Sequence[nn.Module], has_borders: bool) -> Tape | None:
         """The tape for the coming step; None if a fixed policy has to do for it."""
-        self._conclude(roots)
+        self.meet(roots)
+        self._conclude()
         if self.given_up:
             return None
-        self.optimizers.watch()
-        self._accumulating = has_gradients(roots)
-        known = self._roots.get(self._accumulating)
-        if known is None or self._trace_wanted:
-            if profiler_is_on():
+        alive = list(self._roots)
+        if self._had_roots and not alive:
+            self._to_trace = max(self._to_trace, 1)  # another model, then
+        self._had_roots = bool(alive)
+        self._accumulating = has_gradients(alive)
+        known = self.known.roots.get(self._accumulating)
+        if known is None or self._to_trace:
+            if self._pause:
+                self._pause -= 1
+            elif not profiler_is_on():
+                return self._traced(alive, has_borders)
+            elif known is None:
                 self._say("profiler", "a profiler is running; the step is traced once it has ended.")
+            if known is None:
                 return None
-            return self._traced(roots, has_borders)
-        self._refresh(known, roots)
+        if not self._look_at(known, alive):
+            return None
         self._active = known
         self._learning = None
         self.tape.start(known.script)
-        self.extra_seconds = None
         return self.tape
+
+    def meet(self, roots: Sequence[nn.Module]) -> None:
+        """Models whose memory counts."""
+        for root in roots:
+            self._roots.add(root)
 
     def step_over(self, failed: bool) -> None:
         """The step was left; backward may be still to come."""
-        for watcher in (self._tracer, self._measuring):
-            if watcher is not None:
-                watcher.step_over = True
-                if failed:
-                    watcher.stop()
+        for watch in self._watches():
+            if failed:
+                watch.stop()
+            else:
+                watch.leave()
         if failed:
-            self._tracer = self._measuring = self._learning = None
-        if self.tape.lost and self._active is not None:
-            self._trace_wanted = True
+            self._tracer = self._measuring = self._learning = self._active = None
+        elif self.tape.lost and self._active is not None and not self._to_trace and self._in_vain < _ROUNDS:
+            self._to_trace = _IN_A_ROW
 
     def close(self) -> None:
-        """Stop whatever is running."""
-        for watcher in (self._tracer, self._measuring):
-            if watcher is not None:
-                watcher.stop()
-        self._tracer = self._measuring = None
+        """Stop whatever is running; training may go on."""
+        for watch in self._watches():
+            watch.stop()
         self.optimizers.stop()
 
-    def _traced(self, roots: Sequence[nn.Module], has_borders: bool) -> Tape:
+    def __del__(self) -> None:
+        self.close()
+
+    def never_drop(self, op: str) -> None:
+        """Keep the results of an op from now on."""
+        self.tape.never_drop(op)
+        self.known.never_drop(self.tape.kept)
+
+    def _watches(self) -> list[StepWatch]:
+        return [watch for watch in (self._tracer, self._measuring) if watch is not None]
+
+    def _about_to_step(self) -> None:
+        for watch in self._watches():
+            watch.update()
+
+    def _traced(self, roots: Sequence[nn.Module], has_borders: bool) -> Tape | None:
+        device = device_of(roots)
+        if device.type not in ("cpu", "cuda"):
+            self._give_up("device", f"memory of the device {str(device)!r} cannot be counted, so that there is no plan")
+            return None
         for root in roots:
             self.modules.name(root)
         self._active = None
         self.tape.lost = False
+        self.optimizers.watch()
         self.ledger = Ledger(self.modules)
         keeps: frozenset[str] = frozenset() if has_borders else frozenset({"expensive"})
-        tracer = self._tracer = Tracer(self.clock, self.ledger, device_of(roots), keeps)
+        tracer = self._tracer = Tracer(self.clock, self.ledger, device, keeps, self.tape.kept)
         tracer.start()
         return tracer.tape
 
-    def _conclude(self, roots: Sequence[nn.Module]) -> None:
+    def _conclude(self) -> None:
         """Draw from the last step what there is to learn."""
         tracer, self._tracer = self._tracer, None
+        measuring, self._measuring = self._measuring, None
+        active, self._active = self._active, None
+        learning, self._learning = self._learning, None
         if tracer is not None:
             tracer.stop()
-            trace = tracer.trace()
-            if any(kind == NEED for kind, _, _ in trace.events):
-                self._trace_wanted = False
-                self._add(trace, tracer.tape.functions)
-        measuring, self._measuring = self._measuring, None
+            self._learn_from(tracer)
         if measuring is not None:
             measuring.stop()
-            self._compare(measuring)
-        elif self._active is not None and self._learning is None:
-            self.extra_seconds = self.clock.seconds
-        if self._learning is not None:
-            self._learn(*self._learning)
-            self._learning = None
+        if active is None or self.tape.lost:
+            return
+        if learning is not None:
+            base, position, size = learning
+            sizes = [op.size for op in base.trace.ops[:position]] + [size] + self.tape.seen
+            if len(sizes) == len(base.trace.ops):
+                self.known.learn(base, position, sizes)
+        elif self.tape.position == len(active.trace.ops) and active.result is not None:
+            if measuring is not None:
+                self._compare(active, measuring)
+            elif self.clock.replayed_ops or not any(active.result.chosen.drop):
+                active.extra_seconds = self.clock.seconds
+
+    def _learn_from(self, tracer: Tracer) -> None:
+        if not tracer.complete:
+            # No backward (yet), or somebody else's profiler came in between.
+            self._no_backward += not tracer.passes
+            self._pause = 0 if self._no_backward < 3 else 2 ** min(self._no_backward - 2, 7)
+            return
+        if self.known.add(self._accumulating, tracer.trace(), tracer.tape.functions, tracer.passes):
+            self._to_trace = self._in_vain = 0
+        elif self._to_trace:
+            self._to_trace -= 1
+            self._in_vain += not self._to_trace
+        if self.known.sequences > MOST_SEQUENCES:
+            self._give_up(
+                "sequences",
+                f"the model ran {MOST_SEQUENCES + 1} different sequences of ops so far, so that no plan holds for long",
+            )
+
+    def _give_up(self, topic: str, reason: str) -> None:
+        self.given_up = True
+        self._active = None
+        self.known = KnownSteps()
+        self.optimizers.stop()
+        self._say(topic, f"{reason}: from now on every step runs under a fixed policy.")
 
     # ------------------------------------------------------------------ plans
 
-    def _refresh(self, known: Known, roots: Sequence[nn.Module]) -> None:
-        """Plan, if there is no plan yet or the memory between steps has changed."""
-        if known.result is not None and self.optimizers.steps == self._seen_steps:
-            return
-        if self.optimizers.steps > 2:
-            self.optimizers.stop()  # whatever state they make is there by now
-        self._seen_steps = self.optimizers.steps
-        device = device_of(roots)
-        self.parts = static_parts(roots, self.optimizers.of(roots), device)
-        static = sum(self.parts.values())
-        budget = self.budget if isinstance(self.budget, int) else int(self.budget * device_memory(device))
-        if known.result is None or abs(static - known.static) > 0.002 * budget:
-            self._plan(known, static, budget)
-            if known.traced and not profiler_is_on():
-                self._measuring = Measurement(device)
+    def _look_at(self, known: Known, roots: Sequence[nn.Module]) -> bool:
+        """Plan, if there is no plan yet or the memory between steps has changed; measure, if that is to be done.
 
-    def _plan(self, known: Known, static: int, budget: int) -> None:
-        if known.planner is None:
-            known.planner = Planner(known.trace)
-        known.static = static
+        Returns:
+            Whether there is a plan to follow.
+        """
+        device = device_of(roots)
+        if known.result is None or (self.optimizers.watching and known.steps != self.optimizers.steps):
+            parts = static_parts(roots, self.optimizers.of(roots), device)
+            if known.result is None or self._moved(known, sum(parts.values())):
+                self._plan(known, sum(parts.values()), parts, self._budget_on(device))
+            if known.result is None:
+                return False
+            known.steps = self.optimizers.steps
+            if self.optimizers.settled(roots):
+                self.optimizers.stop()  # whatever state they make is there by now
+        waiting = [k for k in self.known.all if k.tries]
+        if waiting and not profiler_is_on():
+            for k in waiting:
+                k.tries -= 1
+            self._measuring = Measurement(device, known.passes)
+        return True
+
+    def _budget_on(self, device: torch.device) -> int:
+        return self.budget if isinstance(self.budget, int) else int(self.budget * device_memory(device))
+
+    def _moved(self, known: Known, static: int) -> bool:
+        budget = known.result.budget_bytes if known.result is not None else 0
+        return abs(static - known.static) > (_CLOSE - 1) * budget
+
+    def _plan(self, known: Known, static: int, parts: dict[str, int], budget: int) -> None:
         share = 1.0 if known.traced else _ESTIMATED
         room = int((budget - static) * share / known.correction)
         try:
-            known.result = known.planner.result(static + room, static, self.parts)
+            result = known.quick_plan(static + room, static) if known.met < _OFTEN else None
+            result = result or self._searched(known, room, static, parts)
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            # A fault of ours, and no reason to lose somebody's training.
+            self._give_up("planner", f"no plan could be made ({error!r}; please report this)")
+            return
+        known.follow(result.with_budget(budget), static, parts)
+        log.info(self._in_words(known.result))
+
+    def _searched(self, known: Known, room: int, static: int, parts: dict[str, int]) -> PlanResult:
+        planner = known.planner = known.planner or Planner(known.trace)
+        try:
+            return planner.result(static + room, static, parts)
         except BudgetError as error:
             self._say("budget", f"{error} Training goes on under the plan with the smallest peak.")
-            known.result = known.planner.result(error.smallest_bytes, static)
-        known.result = known.result.with_budget(budget)
-        self._instruct(known, known.result.chosen, known.result.smallest)
-        self.result = known.result
-        log.info(self.sentence)
+            return planner.result(error.smallest_bytes, static)
 
-    def _instruct(self, known: Known, chosen: Candidate, smallest: Candidate) -> None:
-        sizes = [op.size for op in known.trace.ops]
-        known.script = script_for(known.functions, sizes, chosen.drop)
-        known.lean = script_for(known.functions, sizes, smallest.drop)
-
-    def _compare(self, measuring: Measurement) -> None:
-        """Hold the plan to its prediction."""
-        known = self._active
-        if known is None or known.result is None or not measuring.complete:
+    def _compare(self, known: Known, measuring: Measurement) -> None:
+        """Hold a plan to its prediction."""
+        if known.result is None or not measuring.complete:
             return
-        self.measurement = measuring
-        predicted, measured = known.result.chosen.peak_bytes, measuring.peak_bytes
-        if known.static + measured > known.result.budget_bytes and measured > 1.002 * predicted:
-            known.correction *= measured / predicted
-            self._seen_steps = -1
+        known.tries = 0
+        measured = known.measured = measuring.result()
+        predicted = known.result.chosen.peak_bytes
+        above = known.static + measured.peak_bytes > known.result.budget_bytes
+        if above and measured.peak_bytes > _CLOSE * predicted and known.corrected < _CORRECTIONS:
+            if known.result.chosen.drop == known.result.smallest.drop:
+                return  # there is nothing smaller
+            known.correction *= measured.peak_bytes / predicted
+            known.corrected += 1
             known.result = None
+
+    def whole_result(self) -> PlanResult | None:
+        """The plan for the largest step with the whole front, which takes a while to find; None before there is one."""
+        main = self.main
+        if main is None or main.result is None:
+            return None
+        if main.planner is not None:
+            main.result = replace(main.result, front=pareto([*main.planner.front(), main.result.chosen]))
+        return main.result
 
     @property
     def sentence(self) -> str:
-        """The plan in force, in words."""
-        result = self.result
+        """The plan for the largest step, in words."""
+        if self.given_up:
+            return f"budget {self._budget_text()}: no plan can be followed"
+        return self._in_words(self.result)
+
+    def _in_words(self, result: PlanResult | None) -> str:
         if result is None:
             return f"budget {self._budget_text()}: the first step runs lean and is traced"
         dropped = sum(result.chosen.drop)
@@ -252,34 +324,6 @@ class Pilot:
 
     # ------------------------------------------------------------------ other steps than expected
 
-    def _add(self, trace: Trace, functions: Sequence[Any]) -> None:
-        """A traced step: the first of its kind, or another sequence or shape."""
-        known = Known(len(self._all), trace, functions)
-        root = self._roots.setdefault(self._accumulating, known)
-        if root is not known and not self._graft(root, known):
-            return
-        self._all.append(known)
-        if len({k.trace.sequence for k in self._all}) > MOST_SEQUENCES:
-            self.given_up = True
-            self._say(
-                "sequences",
-                f"the model ran {MOST_SEQUENCES + 1} different sequences of ops so far, so that no plan holds for "
-                "long: from now on every step runs under a fixed policy.",
-            )
-
-    def _graft(self, root: Known, new: Known) -> bool:
-        """Put an entry where a step that begins like ``root`` finds it; False if there is one like it already."""
-        at = root
-        while True:
-            turn = _difference(at.trace, new.trace)
-            if turn is None:
-                return False
-            key = (at.number, *turn)
-            found = self._turns.setdefault(key, new)
-            if found is new:
-                return True
-            at = found
-
     def _other_op(self, position: int, name: str) -> Script | None:
         return self._turn(position, name)
 
@@ -292,7 +336,7 @@ class Pilot:
         found = self._turn(position, size)
         if found is not None:
             return found
-        if len(self._all) < MOST_SHAPES:
+        if not self.known.full:
             self._learning = (active, position, size)
         self.tape.seen = []
         if size > active.trace.ops[position].size:
@@ -300,52 +344,24 @@ class Pilot:
         return careful_script(active.script)
 
     def _turn(self, position: int, what: int | str) -> Script | None:
-        if self._active is None:
+        """The script of the entry that knows how the step goes on."""
+        active = self._active
+        if active is None or self._learning is not None:
             return None
-        found = self._turns.get((self._active.number, position, what))
+        found = self.known.turn(active, position, what)
         if found is None:
             return None
-        if found.result is None:
-            planned = self._active
-            budget = planned.result.budget_bytes if planned.result is not None else 0
-            self._plan(found, planned.static, budget)
+        found.met += 1
+        if found.result is None or self._moved(found, active.static) or (found.like and found.met == _OFTEN):
+            budget = active.result.budget_bytes if active.result is not None else found.static + 1
+            self._plan(found, active.static, active.parts, budget)
+            if found.result is None:
+                return None
         self._active = found
         return found.script
-
-    def _learn(self, base: Known, position: int, size: int) -> None:
-        """A step that began like ``base`` had other sizes from ``position`` on."""
-        ops = base.trace.ops
-        sizes = [op.size for op in ops[:position]] + [size] + self.tape.seen
-        if self.tape.lost or len(sizes) != len(ops):
-            return
-        new = Known(len(self._all), rescaled(base.trace, sizes), base.functions, traced=False)
-        self._all.append(new)
-        self._turns[base.number, position, size] = new
-        total = sum(new.trace.nbytes)
-        for other in sorted(self._all, key=lambda k: sum(k.trace.nbytes)):
-            if (
-                other.result is not None
-                and other.trace.sequence == new.trace.sequence
-                and total <= sum(other.trace.nbytes) <= _SIMILAR * total
-                and all(a >= b for a, b in zip(other.trace.nbytes, new.trace.nbytes, strict=True))
-            ):
-                # Its plan fits, and another search would gain next to nothing.
-                new.result, new.static = other.result, other.static
-                self._instruct(new, other.result.chosen, other.result.smallest)
-                return
 
     def _say(self, topic: str, text: str) -> None:
         """Warn, once for each topic."""
         if topic not in self._said:
             self._said.add(topic)
-            warnings.warn(f"policy='auto': {text}", stacklevel=5)
-
-
-def _difference(known: Trace, new: Trace) -> tuple[int, int | str] | None:
-    """Where a step under ``known`` would notice that it is ``new``: the position, and the op's name or size."""
-    for position, op in enumerate(new.ops):
-        if position >= len(known.ops) or known.ops[position].name != op.name:
-            return position, op.name
-        if known.ops[position].size != op.size:
-            return position, op.size
-    return None
+            warn(f"policy='auto': {text}")

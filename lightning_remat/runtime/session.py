@@ -51,6 +51,7 @@ from lightning_remat.engine.transforms import transforms_allowed
 from lightning_remat.engine.verify import Verifier
 from lightning_remat.errors import ConfigurationError
 from lightning_remat.planning.planfile import PlanFile, plan_path
+from lightning_remat.runtime import from_file, known, measuring, memory, pilot, static, tracer, tracing
 from lightning_remat.runtime.binding import Binding
 from lightning_remat.runtime.discovery import Discovery
 from lightning_remat.runtime.from_file import FilePilot
@@ -68,6 +69,8 @@ log = logging.getLogger("lightning_remat")
 hide_from_compiler(
     generators, ledger, plain, planned, regions, replay, rules, store, tape, transforms, values, verify, writes
 )
+# A step that is traced, planned or measured runs these inside of what may be compiled.
+hide_from_compiler(from_file, known, measuring, memory, pilot, static, tracer, tracing)
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,7 @@ class Remat:
         self._verifier = Verifier(self._never_again) if verify else None
         self._binding = self._new_binding(self._policy)
         self._pilot = self._new_pilot()
+        self._blocks: list[str] = []
         self._depth = 0
         self._stack: ExitStack | None = None
         self._active: Tape | None = None
@@ -190,7 +194,7 @@ class Remat:
     @property
     def blocks(self) -> list[str]:
         """Qualified names of the blocks in use; empty until the model is known (at the latest after the first step)."""
-        return [name for part in self._binding.regions.parts for name, _ in part.named]
+        return [name for part in self._binding.regions.parts for name, _ in part.named] or self._blocks
 
     @property
     def summary(self) -> str:
@@ -216,14 +220,18 @@ class Remat:
 
     @property
     def plan(self) -> PlanResult | None:
-        """The plan in force under a budget, with the front it was taken from; None before there is one."""
+        """The plan under a budget, with the front it was taken from; None before there is one.
+
+        Steps of different sizes have plans of their own: this is the one for the largest so far.
+        """
         return self._pilot.result if isinstance(self._pilot, Pilot) else None
 
     def save_plan(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan in force to a JSON file, for ``policy="..."`` in another run.
+        """Write the plan for the largest step so far to a JSON file, for ``policy="..."`` in another run.
 
         Raises:
             ConfigurationError: there is no plan: no budget was given, or the second step has not begun.
+            OSError: the file cannot be written; one that is there already stays as it is.
         """
         if self.plan is None:
             raise ConfigurationError(
@@ -243,16 +251,17 @@ class Remat:
         from lightning_remat.reporting.plan_report import plan_report
         from lightning_remat.reporting.report import report_table
 
-        pilot = self._pilot
-        if isinstance(pilot, Pilot) and pilot.result is not None:
-            measured = pilot.measurement
+        main = self._pilot.main if isinstance(self._pilot, Pilot) else None
+        result = self._pilot.whole_result() if isinstance(self._pilot, Pilot) else None
+        if main is not None and result is not None:
+            measured = main.measured
             return plan_report(
-                pilot.result,
+                result,
                 self.blocks,
-                measured_peak_bytes=None if measured is None else pilot.result.static_bytes + measured.peak_bytes,
-                measured_extra_seconds=pilot.extra_seconds,
-                static_parts=pilot.parts,
-                timeline=None if measured is None or measured.result is None else measured.result.timeline,
+                measured_peak_bytes=None if measured is None else result.static_bytes + measured.peak_bytes,
+                measured_extra_seconds=main.extra_seconds,
+                static_parts=main.parts,
+                timeline=None if measured is None else measured.timeline,
             )
         return report_table(self.summary, self.blocks, self._ledger)
 
@@ -290,11 +299,17 @@ class Remat:
     def _begin_anew(self, binding: Binding) -> None:
         """Go on with another model: the books and the names of the one before are of no use for it."""
         self._binding = binding
+        self._blocks = []
         self._ledger = None
         self._modules.names.clear()
         if self._pilot is not None:
             self._pilot.close()
             self._pilot = self._new_pilot()
+
+    def close(self) -> None:
+        """Stop what is being counted, if anything is: strategies call this when training ends. It may go on later."""
+        if self._pilot is not None:
+            self._pilot.close()
 
     # ------------------------------------------------------------------ a step
 
@@ -317,10 +332,11 @@ class Remat:
         """End it. Backward may run before or after."""
         self._depth -= 1
         if self._depth == 0 and self._stack is not None:
+            tape = self._active
             self._end()
             if self._pilot is not None:
                 self._pilot.step_over(failed=kind is not None)
-            self._after_step(failed=kind is not None)
+            self._after_step(tape, failed=kind is not None)
 
     def _begin(self) -> None:
         self._clock.on_replay = None
@@ -334,7 +350,7 @@ class Remat:
         if not isinstance(tape, PlannedTape):
             stack.callback(regions.remove)
             regions.install(tape)
-        if not self._binding.final:
+        if not self._binding.final and not isinstance(tape, PlannedTape):
             stack.enter_context(Discovery(regions, self._binding.met).watching())
         if isinstance(tape, LedgerTape) or self._needs_modules:
             stack.enter_context(self._modules.watching())
@@ -355,6 +371,8 @@ class Remat:
         if isinstance(tape, TracingTape):
             self._ledger = pilot.ledger
             self._clock.on_replay = tape.replayed
+            if not self._binding.bound:
+                self._modules.names.clear()  # it may be another model
         elif tape is None and pilot.given_up and not self.blocks and self._policy is LEAN:
             self._policy = SELECTIVE
             self._binding = self._new_binding(SELECTIVE)
@@ -388,7 +406,7 @@ class Remat:
         if stack is not None:
             stack.close()
 
-    def _after_step(self, failed: bool) -> None:
+    def _after_step(self, tape: Tape | None, failed: bool) -> None:
         if self._ledger is not None:
             self._ledger.close()
         if failed:
@@ -396,12 +414,21 @@ class Remat:
                 self._ledger = None  # half a step is no report
             return
         self._steps += 1
+        if isinstance(tape, PlannedTape):
+            return  # a plan needs no blocks, and none were looked for
         self._binding.final = True  # whatever there was to meet has been met
         parts = self._binding.regions.parts
         problem = self._binding.problem
         if problem is not None and not any(part.named for part in parts):
             raise problem  # no root of this step fits the patterns; nothing has been trained yet
-        if self._pilot is not None or any(part.expected and part.calls for part in parts):
+        if self._pilot is not None:
+            self._pilot.meet(self._binding.roots)
+            if not self._binding.bound and (isinstance(tape, TracingTape) or not any(part.calls for part in parts)):
+                # The next step that has to meet a model may meet another one, and this one is not to be kept alive.
+                self._blocks = self.blocks
+                self._binding = self._new_binding(self._policy)
+            return
+        if any(part.expected and part.calls for part in parts):
             return
         if self._steps > 1 and not self._binding.bound and any(part.named for part in parts):
             self._begin_anew(self._new_binding(self._policy))  # another model than before: meet it in the next step
@@ -422,6 +449,8 @@ class Remat:
     def _never_again(self, op: str) -> None:
         """Keep the results of an op from now on."""
         self._kept_ops.add(op)
+        if self._pilot is not None:
+            self._pilot.never_drop(op)
         self._binding.regions.outside.clear()
         for part in self._binding.regions.parts:
             part.table.clear()

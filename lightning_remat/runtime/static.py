@@ -2,41 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakMethod, WeakSet
 from weakref import ref as weakref
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+_LONG_ENOUGH = 50
+"""Steps of optimizers after which we no longer wait for parameters that none of them steps."""
 
 
 class Optimizers:
     """The optimizers that step a model's parameters, met when they step: a plain loop never tells us of them.
 
+    Args:
+        about_to_step: method to be called, while its object lives, whenever one of them begins a step.
+
     Attributes:
         steps: how many steps have been seen; what is known of their state is new whenever this has changed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, about_to_step: WeakMethod[Callable[[], None]] | None = None) -> None:
         self.steps = 0
         self.found: WeakSet[Optimizer] = WeakSet()
+        self._about_to_step = about_to_step
+        self._since = 0
         self._handle: Any = None
+
+    @property
+    def watching(self) -> bool:
+        """Whether the hook is in place."""
+        return self._handle is not None
 
     def watch(self) -> None:
         """Look out for them, by a hook on all optimizers, until :meth:`stop`; safe to repeat."""
         if self._handle is None:
+            self._since = self.steps
             # Not a bound method: the hook, which is global, must not keep us alive.
             me = weakref(self)
 
-            def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            def stepping(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 optimizers = me()
                 if optimizers is not None:
                     optimizers.steps += 1
                     optimizers.found.add(optimizer)
+                    tell = optimizers._about_to_step() if optimizers._about_to_step is not None else None
+                    if tell is not None:
+                        tell()
 
-            self._handle = register_optimizer_step_post_hook(stepped)
+            self._handle = register_optimizer_step_pre_hook(stepping)
 
     def stop(self) -> None:
         """Look no longer; those that were found are remembered."""
@@ -47,13 +64,23 @@ class Optimizers:
     def __del__(self) -> None:
         self.stop()
 
-    def of(self, roots: Sequence[nn.Module]) -> list[Optimizer]:
+    def of(self, roots: Iterable[nn.Module]) -> list[Optimizer]:
         """Those that step parameters of these models."""
         ours = {id(p) for root in roots for p in root.parameters()}
         return [o for o in self.found if any(id(p) in ours for group in o.param_groups for p in group["params"])]
 
+    def settled(self, roots: Iterable[nn.Module]) -> bool:
+        """Whether no more state is to be expected: every parameter that is trained has been stepped, more than once."""
+        seen = self.steps - self._since
+        if seen < 3:
+            return False
+        stepped = {id(p) for o in self.found for group in o.param_groups for p in group["params"]}
+        return seen > _LONG_ENOUGH or all(
+            id(p) in stepped for root in roots for p in root.parameters() if p.requires_grad
+        )
 
-def static_parts(roots: Sequence[nn.Module], optimizers: Iterable[Optimizer], device: torch.device) -> dict[str, int]:
+
+def static_parts(roots: Iterable[nn.Module], optimizers: Iterable[Optimizer], device: torch.device) -> dict[str, int]:
     """Bytes on ``device`` by what they are: parameters, buffers, gradients, optimizer state; other, on CUDA.
 
     On CUDA "other" is what the allocator has handed out beyond those (batches, caches, the user's own tensors).
@@ -72,12 +99,12 @@ def static_parts(roots: Sequence[nn.Module], optimizers: Iterable[Optimizer], de
     return parts
 
 
-def has_gradients(roots: Sequence[nn.Module]) -> bool:
+def has_gradients(roots: Iterable[nn.Module]) -> bool:
     """Whether gradients of an earlier backward are still there, as in gradient accumulation."""
     return any(p.grad is not None for root in roots for p in root.parameters())
 
 
-def device_of(roots: Sequence[nn.Module]) -> torch.device:
+def device_of(roots: Iterable[nn.Module]) -> torch.device:
     """Where the first parameter lives; without any, the CUDA device in use, or the CPU."""
     for root in roots:
         for p in root.parameters():
@@ -91,7 +118,7 @@ def _bytes(tensors: Sequence[Tensor], device: torch.device) -> int:
     """Each storage once."""
     seen: dict[int, int] = {}
     for t in tensors:
-        if t.device.type == device.type and t.layout is torch.strided:
+        if t.device == device and t.layout is torch.strided:
             try:
                 storage = t.untyped_storage()
             except (NotImplementedError, RuntimeError):

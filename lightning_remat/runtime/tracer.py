@@ -8,20 +8,20 @@ A simulation of that plan therefore agrees with the measured step at every event
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence, Set
 
 import torch
 
 from lightning_remat.engine.ledger import Ledger
-from lightning_remat.engine.plain import watch_backward
 from lightning_remat.engine.replay import Clock
 from lightning_remat.planning.simulator import Simulator
 from lightning_remat.planning.trace import FREE, NEED, NEVER, OTHER, RUN, Event, Trace
+from lightning_remat.runtime.measuring import StepWatch
 from lightning_remat.runtime.memory import PeakResult, Recorder
 from lightning_remat.runtime.tracing import PROGRAM, TracingTape
 
 
-class Tracer:
+class Tracer(StepWatch):
     """One traced step, from the moment before it begins to the end of its backward.
 
     Args:
@@ -29,34 +29,28 @@ class Tracer:
         ledger: the books of the step.
         device: where memory is counted.
         keeps: see :class:`~lightning_remat.runtime.tracing.TracingTape`.
+        never: names of ops whose results are always kept.
     """
 
-    def __init__(self, clock: Clock, ledger: Ledger, device: torch.device, keeps: frozenset[str] = frozenset()) -> None:
-        self.recorder = Recorder(device)
-        self.tape = TracingTape(clock, ledger, self.recorder.mark, keeps)
+    def __init__(
+        self,
+        clock: Clock,
+        ledger: Ledger,
+        device: torch.device,
+        keeps: frozenset[str] = frozenset(),
+        never: Set[str] = frozenset(),
+    ) -> None:
+        super().__init__(device)
+        self.tape = TracingTape(clock, ledger, self.recorder.mark, keeps, never)
         self.tape.trace.device = device.type
-        self.running = False
-        self.step_over = False
-        self._unwatch: Callable[[], None] = lambda: None
-
-    def start(self) -> None:
-        """Begin to count."""
-        self.recorder.start()
-        self.running = True
-        self._unwatch = watch_backward(self._backward_ended)
 
     def stop(self) -> None:
         """End the count; safe to repeat."""
-        if self.running:
-            self.running = False
-            self._unwatch()
-            self.recorder.stop()
-            self.tape.close()
+        super().stop()
+        self.tape.close()
 
-    def _backward_ended(self) -> None:
-        # Not from inside the engine: there the profiler cannot be switched off for the thread that called.
-        if self.step_over and not self.tape.open_slots:
-            self.stop()
+    def _is_over(self) -> bool:
+        return not self.tape.open_slots
 
     def measured(self) -> PeakResult:
         """What was allocated in the step."""
@@ -70,11 +64,21 @@ class Tracer:
         raw = tape.raw[: self.recorder.marks]
         levels, tops, seconds = _between_marks(self.recorder, len(raw))
         _fill_in(trace, raw, levels, tops, tape)
-        need = next((i for i, event in enumerate(raw) if event[0] == NEED), len(raw))
-        if raw:
-            trace.forward_seconds = seconds[min(need, len(raw) - 1)] - seconds[0]
-            trace.backward_seconds = max(0.0, seconds[-1] - seconds[min(need, len(raw) - 1)])
+        turn = next((i for i, event in enumerate(raw) if event[0] == NEED), len(raw))
+        trace.forward_seconds = seconds[turn] - seconds[0]
+        trace.backward_seconds = seconds[-1] - seconds[turn] - _replays(raw, seconds)
         return trace
+
+
+def _replays(raw: Sequence[Event], seconds: Sequence[float]) -> float:
+    """How long replays took: from the NEED that set one off to the OTHER that stands for its end."""
+    total = begin = 0.0
+    for i, (kind, _, _) in enumerate(raw):
+        if kind == NEED:
+            begin = seconds[i]
+        elif kind == OTHER:
+            total += seconds[i] - begin
+    return total
 
 
 def _between_marks(recorder: Recorder, count: int) -> tuple[list[int], list[int], list[float]]:

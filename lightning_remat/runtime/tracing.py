@@ -15,7 +15,7 @@ let go of it, or to hold it longer; what ``create_graph=True`` saves inside the 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -85,6 +85,7 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         ledger: see :class:`~lightning_remat.engine.ledger.LedgerTape`.
         mark: called once for every entry of ``raw``, to find its place among allocations.
         keeps: kinds of op whose results are kept, for a model in which no borders are known.
+        never: names of ops whose results are always kept; may grow.
 
     Attributes:
         trace: ops and values; its events come later, when allocations are known.
@@ -97,7 +98,12 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
     """
 
     def __init__(
-        self, clock: Clock, ledger: Ledger, mark: Callable[[], None], keeps: frozenset[str] = frozenset()
+        self,
+        clock: Clock,
+        ledger: Ledger,
+        mark: Callable[[], None],
+        keeps: frozenset[str] = frozenset(),
+        never: Set[str] = frozenset(),
     ) -> None:
         super().__init__(clock, ledger)
         self.trace = Trace(source="step")
@@ -109,6 +115,7 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         self.open_slots: dict[Any, int] = {}
         self._mark = mark
         self._keeps = keeps
+        self._never = never
         self._table = ActionTable(counted)
         self._values: dict[Any, int] = {}  # storage -> value
         self._shown: dict[int, _Shown] = {}  # by the tensor's identity: comparing tensors would be an op
@@ -163,7 +170,7 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         self._moving = rule.moves
         self._wait()
         start = perf_counter()
-        out = self.act(action_for(rule, True), func, args, kwargs)
+        out = self.act(action_for(rule, rule.name not in self._never), func, args, kwargs)
         self._wait()
         self._samples[signature][0].append(perf_counter() - start)
         self._moving = False

@@ -109,7 +109,7 @@ def least_peak(trace: Trace | Model, limit: float = 60.0) -> Optimum:
 
 
 def budgets(model: Model, count: int = 10) -> list[int]:
-    """Evenly spaced from the least peak that any plan reaches (included) to that of keeping everything (excluded).
+    """Evenly spaced between the least peak that any plan reaches and that of keeping everything, both excluded.
 
     Raises:
         TimeoutError: that least peak was not found in a minute.
@@ -119,7 +119,7 @@ def budgets(model: Model, count: int = 10) -> list[int]:
         raise TimeoutError("no proof within a minute that there is no lower peak")
     plain = judged(model.trace, [False] * len(model.trace.ops)).peak_bytes
     low = least.plan.peak_bytes
-    return [low + (plain - low) * i // count for i in range(count)]
+    return [low + (plain - low) * i // (count + 1) for i in range(1, count + 1)]
 
 
 def brute_force(trace: Trace) -> list[Candidate]:

@@ -3,6 +3,13 @@
 The step is a step like any other: its results are exact, and it needs little memory, since all that is kept are block
 borders. Dropping everything is also what makes it tell most: a dropped value's storage dies when the *program* lets go
 of it, and every op that is replayed is timed a second time, warm.
+
+What is not dropped (block borders, results of factory functions) is held by recorded ops and by autograd, so that its
+storage lives on; there the end of the program's own tensor tells, for which the tape holds aliases of it instead.
+
+Known weaknesses: results of ops without gradient mode are no values, so other plans are taken to hold what this one's
+records held (too much, never too little); a program that holds nothing but a detached alias of a border seems to have
+let go of it, or to hold it longer; what ``create_graph=True`` saves inside the step is taken over as it was.
 """
 
 from __future__ import annotations

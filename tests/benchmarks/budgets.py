@@ -30,7 +30,7 @@ from rich.table import Table
 
 from lightning_remat import Remat
 from lightning_remat.planning.simulator import simulate
-from tests.helpers.plans import Expected, Run, differences, random_plan, trace_of
+from tests.helpers.plans import Expected, Run, differences, measured_peak, random_plan, trace_of
 from tests.helpers.zoo import CASES
 
 FIRST, SECOND, LATER = 1, 2, (3, 4, 5)
@@ -129,8 +129,7 @@ class Study:
         plan = remat.plan
         run.finish()
         seconds = [run.step(seed) for seed in LATER]
-        measurement = remat._pilot.measurement  # type: ignore[union-attr]
-        if plan is None or measurement is None or plan.static_bytes != self.static:
+        if plan is None or plan.static_bytes != self.static:
             raise SystemExit(f"{self.name}: there is no plan, or static memory is not what was expected")
         row = Row(
             model=self.name,
@@ -139,7 +138,7 @@ class Study:
             static_bytes=self.static,
             feasible=not any("not feasible" in str(w.message) for w in said),
             predicted_bytes=plan.chosen.peak_bytes,
-            measured_bytes=measurement.peak_bytes,
+            measured_bytes=measured_peak(remat),
             differing=wrong,
             predicted_seconds=plan.chosen.extra_seconds,
             replay_seconds=remat.stats.replay_seconds,

@@ -139,9 +139,15 @@ def trace_of(remat: Remat | None) -> Trace:
     return trace
 
 
+def measured_peak(remat: Remat) -> int:
+    """What an engine has measured of its own plan."""
+    peak: int = _known(remat).measured.peak_bytes
+    return peak
+
+
 def _known(remat: Remat | None):  # type: ignore[no-untyped-def]
     assert remat is not None
-    return remat._pilot._roots[False]  # type: ignore[union-attr]
+    return remat._pilot.known.roots[False]  # type: ignore[union-attr]
 
 
 def random_plan(trace: Trace, generator: random.Random) -> list[bool]:

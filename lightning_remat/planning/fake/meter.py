@@ -201,6 +201,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __in
         else:
             values = self._droppable(rule, args, kwargs, out, made)
             droppable = bool(values)
+            if not droppable:
+                values = list(dict.fromkeys(storage for _, storage in made))
         if droppable and target is not None and _fills(rule, args[0], target):
             inputs = [t for t in inputs if t is not args[0]]
         read = []
@@ -259,7 +261,11 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __in
         if rule.in_place and args[0].layout is torch.strided and _describable((args, kwargs)):
             storage = self._entry(args[0])
             fresh = rule.draws and _fills(rule, args[0], storage) and not (storage.outside or storage.read)
-            if storage.droppable or (fresh and storage.value < 0):
+            if fresh and not storage.droppable and storage.value >= 0:
+                # By now it is taken for the memory of others, as in a traced step.
+                self.trace.nbytes[storage.value], storage.value = 0, -1
+                self._other(storage.nbytes)
+            if storage.droppable or fresh:
                 return storage, True
         return self._overwritten(rule, args, kwargs, one_goes_on=True), False
 

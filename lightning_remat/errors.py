@@ -3,7 +3,7 @@
 RematError
 ├── ConfigurationError (also a ValueError)   an option that cannot work: raised before the first step
 │   ├── BudgetError                          no plan fits into the budget
-│   └── PlanFileError                        a plan file that cannot be read, or is for another model
+│   └── PlanFileError                        a plan file that cannot be read or written
 └── ReplayError (also a RuntimeError)        a dropped value cannot be computed again as it was
 """
 
@@ -37,7 +37,7 @@ class BudgetError(ConfigurationError):
 
 
 class PlanFileError(ConfigurationError):
-    """A plan file that is damaged, from a future version, or for another model."""
+    """A plan file that cannot be read or written, is damaged, or is from a future version."""
 
 
 class ReplayError(RematError, RuntimeError):

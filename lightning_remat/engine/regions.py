@@ -110,6 +110,11 @@ class Regions:
             part.expected = part.calls or part.expected
         return sum(part.calls for part in self.parts)
 
+    def discard(self) -> None:
+        """Let go of the modules; hooks and parts hold each other, and would wait for the garbage collector."""
+        for part in self.parts:
+            part.hooks = None
+
     @property
     def block(self) -> int | None:
         """Index of the block that is running, in order of execution, or None."""

@@ -22,7 +22,6 @@ class ModuleCalls:
 
     def __init__(self, enter: Callable[[nn.Module, Any], None], leave: Callable[[], None]) -> None:
         self._enter, self._leave = enter, leave
-        self._before, self._after = self._entering, self._leaving  # bound once
 
     def _entering(self, module: nn.Module, args: Any) -> None:
         if not is_compiling():
@@ -36,8 +35,8 @@ class ModuleCalls:
     def watching(self) -> Iterator[None]:
         """As long as this is open; it costs host time at every call."""
         key = id(self)
-        _hooks._global_forward_pre_hooks[key] = self._before
-        _hooks._global_forward_hooks[key] = self._after
+        _hooks._global_forward_pre_hooks[key] = self._entering
+        _hooks._global_forward_hooks[key] = self._leaving
         _hooks._global_forward_hooks_always_called[key] = True
         try:
             yield

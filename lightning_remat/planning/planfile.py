@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from lightning_remat.errors import PlanFileError
 from lightning_remat.planning.plan import PlanResult
@@ -65,16 +66,27 @@ class PlanFile:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it; a file that is there is replaced only once the new one is whole."""
+        """Write it; a file that is there is replaced only once the new one is whole.
+
+        Raises:
+            PlanFileError: it cannot be written; a file that is there stays as it is.
+        """
         content: dict[str, Any] = {"format": _FORMAT, "version": VERSION}
         content |= {name: getattr(self, name) for name in self.__dataclass_fields__}
         content["drop"], content["lean"] = _bits(self.drop), _bits(self.lean)
         path = Path(path)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, prefix=path.name, delete=False, encoding="utf-8"
-        ) as file:
-            json.dump(content, file, separators=(",", ":"))
-        os.replace(file.name, path)
+        # Not by tempfile, whose files nobody else may read.
+        part = path.with_name(f".{path.name}.{uuid4().hex}")
+        try:
+            part.write_text(json.dumps(content, separators=(",", ":")), encoding="utf-8")
+            os.replace(part, path)
+        except OSError as error:
+            with suppress(OSError):
+                part.unlink()
+            raise PlanFileError(
+                f"save_plan({str(path)!r}): the plan cannot be written there: {error.strerror}. Give a path in a "
+                "folder that exists and may be written to."
+            ) from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> PlanFile:
@@ -92,16 +104,18 @@ class PlanFile:
             ) from error
         except UnicodeDecodeError as error:
             raise PlanFileError(f"policy={str(path)!r}: the plan file is not text. {again}") from error
+        except ValueError as error:
+            raise PlanFileError(f"policy={str(path)!r} is no path: {error}. {again}") from error
         try:
             content = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise PlanFileError(
                 f"policy={str(path)!r}: the plan file is damaged or cut short ({error}). {again}"
             ) from error
         if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
             raise PlanFileError(f"policy={str(path)!r} is JSON, but not a plan of lightning-remat. {again}")
         version = content.pop("version", None)
-        if version != VERSION:
+        if isinstance(version, bool) or version != VERSION:
             raise PlanFileError(
                 f"policy={str(path)!r}: the plan file has version {version!r}, and this release reads {VERSION}. "
                 f"Use the release that wrote it, or make it anew: policy='auto' and a budget, then save_plan()."
@@ -109,11 +123,14 @@ class PlanFile:
         try:
             content["drop"], content["lean"] = _from_bits(content["drop"]), _from_bits(content["lean"])
             for name in ("names", "modules", "elements"):
+                if not isinstance(content[name], list):
+                    raise ValueError(f"{name} must be a list")
                 content[name] = tuple(content[name])
             plan = cls(**content)
             plan._check()
         except (KeyError, TypeError, ValueError) as error:
-            raise PlanFileError(f"policy={str(path)!r}: the plan file is damaged ({error}). {again}") from error
+            what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            raise PlanFileError(f"policy={str(path)!r}: the plan file is damaged ({what}). {again}") from error
         return plan
 
     def _check(self) -> None:
@@ -123,8 +140,14 @@ class PlanFile:
                 raise ValueError(f"{name} has {len(getattr(self, name))} entries for {count} ops")
         if not all(isinstance(n, str) for n in (*self.names, *self.modules)):
             raise ValueError("names of ops and modules must be strings")
-        if not all(isinstance(n, int) for n in (*self.elements, self.budget_bytes, self.static_bytes, self.peak_bytes)):
-            raise ValueError("sizes must be whole numbers")
+        if not all(isinstance(n, str) for n in (self.sequence, self.sizes, self.device)):
+            raise ValueError("fingerprints and the device must be strings")
+        counts: tuple[object, ...] = (*self.elements, self.budget_bytes, self.static_bytes, self.peak_bytes)
+        # Numbers below -1 would mean something else to the tape.
+        if not all(isinstance(n, int) and not isinstance(n, bool) and n >= -1 for n in counts):
+            raise ValueError("sizes must be whole numbers, -1 or more")
+        if not isinstance(self.extra_seconds, (int, float)):
+            raise ValueError("extra_seconds must be a number")
 
 
 def plan_path(policy: object) -> str | None:

@@ -21,11 +21,10 @@ class Discovery:
         self.regions = regions
         self.met = met
         self.depth = 0
-        self.calls = ModuleCalls(self._enter, self._leave)
 
     def watching(self) -> AbstractContextManager[None]:
         """Look for roots while this is open."""
-        return self.calls.watching()
+        return ModuleCalls(self._enter, self._leave).watching()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self.depth += 1

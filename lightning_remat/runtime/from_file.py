@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Sequence
 
 from torch import nn
@@ -13,6 +12,7 @@ from lightning_remat.engine.planned import PlannedTape, Script, careful_script, 
 from lightning_remat.engine.replay import Clock
 from lightning_remat.engine.tape import Tape
 from lightning_remat.planning.planfile import PlanFile
+from lightning_remat.runtime.saying import warn
 from lightning_remat.sizes import format_bytes
 
 log = logging.getLogger("lightning_remat")
@@ -23,19 +23,17 @@ class FilePilot:
 
     Args:
         path: as the user gave it.
+        plan: what the file holds.
         clock: of the tape.
 
     Attributes:
         given_up: the plan is for another sequence of ops; a fixed policy has to do.
         ledger: none is kept.
-
-    Raises:
-        PlanFileError: see :meth:`~lightning_remat.planning.planfile.PlanFile.load`.
     """
 
-    def __init__(self, path: str, clock: Clock) -> None:
+    def __init__(self, path: str, plan: PlanFile, clock: Clock) -> None:
         self.path = path
-        self.plan = PlanFile.load(path)
+        self.plan = plan
         self.tape = PlannedTape(clock)
         self.tape.on_other_op = self._other_op
         self.tape.on_other_size = self._other_size
@@ -45,7 +43,8 @@ class FilePilot:
         self._script: Script = list(zip(names, map(int, self.plan.drop), sizes, strict=True))
         self._lean: Script = list(zip(names, map(int, self.plan.lean), sizes, strict=True))
         self._larger = False
-        self._running = False
+        self._fits = False  # a step was as planned, from beginning to end
+        self._said: set[str] = set()
 
     @property
     def sentence(self) -> str:
@@ -61,16 +60,19 @@ class FilePilot:
         if self.given_up:
             return None
         self._larger = False
-        self._running = True
         self.tape.start(self._script)
         return self.tape
 
     def step_over(self, failed: bool) -> None:
         """The step was left."""
-        if self._running and not failed and not self.tape.lost and self.tape.position < len(self.plan.names):
-            position = self.tape.position
-            self._mismatch(f"the step ended after {position} ops, and the plan has {len(self.plan.names)}")
-        self._running = False
+        count, position = len(self.plan.names), self.tape.position
+        if failed or self.given_up or self.tape.lost or not position:
+            return  # nothing has run, or all has been said
+        if position == count:
+            self._fits = True
+        elif not self._fits:
+            # It does no harm, and such a step may be one that was left early.
+            self._say("short", f"a step ended after {position} ops, and the plan has {count}.")
 
     def close(self) -> None:
         """Nothing runs between steps."""
@@ -94,17 +96,30 @@ class FilePilot:
     def _other_size(self, position: int, size: int) -> Script | None:
         if size <= self.plan.elements[position] and not self._larger:
             return careful_script(self._script)
-        if not self._larger:
-            log.info("%s: op %d has %d elements; the plan is for %d. This step runs lean.",
+        if "larger" not in self._said:
+            self._said.add("larger")
+            log.info("%s: op %d has %d elements; the plan is for %d. Steps that are larger than planned run lean.",
                      self.path, position, size, self.plan.elements[position])  # fmt: skip
         self._larger = True
         return careful_script(self._lean, growing=True)
 
     def _mismatch(self, difference: str) -> None:
+        if self._fits:
+            self._say(
+                "other",
+                f"not every step is as planned: {difference}. From there on such a step runs under a fixed policy; "
+                "results are the same.",
+            )
+            return
         self.given_up = True
-        warnings.warn(
-            f"policy={self.path!r}: the plan is for another model or another setting of it: {difference}. This and all "
-            "further steps run under a fixed policy instead; results are the same. Make a new plan with policy='auto', "
-            "a budget and save_plan().",
-            stacklevel=5,
+        self._say(
+            "model",
+            f"the plan is for another model or another setting of it: {difference}. This and all further steps run "
+            "under a fixed policy instead; results are the same. Make a new plan with policy='auto', a budget and "
+            "save_plan().",
         )
+
+    def _say(self, topic: str, text: str) -> None:
+        if topic not in self._said:
+            self._said.add(topic)
+            warn(f"policy={self.path!r}: {text}")

@@ -70,7 +70,7 @@ class StepWatch:
 
     def update(self) -> None:
         """An optimizer begins its step: whatever comes now is none of the step's that was left before."""
-        if self.left:
+        if self.left and threading.get_ident() == self._thread:
             self.stop()
 
     def _backward_ended(self, whole: bool) -> None:

@@ -99,7 +99,11 @@ def profiler_is_on() -> bool:
     )
 
 
-_starting = threading.Lock()
+class ProfilerBusy(RuntimeError):
+    """Somebody else is profiling."""
+
+
+_starting = threading.Lock()  # and stopping: standard error is bent meanwhile, for the whole process
 
 
 class Recorder:
@@ -135,7 +139,7 @@ class Recorder:
         """
         with _starting:
             if profiler_is_on():
-                raise RuntimeError(
+                raise ProfilerBusy(
                     "measure_peak needs PyTorch's profiler, which is running already: call it outside of the profiled "
                     "code, or switch that profiler off (in Lightning: Trainer(profiler=None))."
                 )
@@ -185,7 +189,7 @@ class Recorder:
             torch.cuda.synchronize(self.device)
             # The allocator also counts what it hands out on threads that the profiler does not follow.
             self._peak = torch.cuda.max_memory_allocated(self.device) - self._before
-        with _without_profiler_chatter():
+        with _starting, _without_profiler_chatter():
             self._profiler.stop()
 
     def result(self) -> PeakResult:

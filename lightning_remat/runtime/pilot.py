@@ -10,12 +10,15 @@ tracing the steps to come until they come up again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 from weakref import WeakMethod, WeakSet
 
 import torch
 from torch import nn
+from torch.optim.optimizer import Optimizer
 
 from lightning_remat.engine.ledger import Ledger, ModuleStack
 from lightning_remat.engine.planned import PlannedTape, Script, careful_script
@@ -26,7 +29,7 @@ from lightning_remat.planning.plan import PlanResult
 from lightning_remat.planning.planner import Planner, pareto
 from lightning_remat.runtime.known import Known, KnownSteps
 from lightning_remat.runtime.measuring import Measurement, StepWatch
-from lightning_remat.runtime.memory import profiler_is_on
+from lightning_remat.runtime.memory import ProfilerBusy
 from lightning_remat.runtime.saying import warn
 from lightning_remat.runtime.static import Optimizers, device_of, has_gradients, static_parts
 from lightning_remat.runtime.tracer import Tracer
@@ -64,9 +67,12 @@ class Pilot:
         self.clock = clock
         self.modules = modules
         self.tape = PlannedTape(clock)
-        self.tape.on_other_op = self._other_op
-        self.tape.on_other_size = self._other_size
-        # Weakly: an optimizer's step must not find a pilot that nobody else has.
+        # Weakly: whoever lets go of an engine in mid-step must not have to wait for the garbage collector until what
+        # it counts is stopped.
+        other_op: WeakMethod[Callable[..., Script | None]] = WeakMethod(self._turn)
+        other_size: WeakMethod[Callable[..., Script | None]] = WeakMethod(self._other_size)
+        self.tape.on_other_op = lambda position, name: _call(other_op, position, name)
+        self.tape.on_other_size = lambda position, size: _call(other_size, position, size)
         self.optimizers = Optimizers(WeakMethod(self._about_to_step))
         self.known = KnownSteps()
         self.ledger: Ledger | None = None
@@ -109,14 +115,9 @@ class Pilot:
         self._accumulating = has_gradients(alive)
         known = self.known.roots.get(self._accumulating)
         if known is None or self._to_trace:
-            if self._pause:
-                self._pause -= 1
-            elif not profiler_is_on():
-                return self._traced(alive, has_borders)
-            elif known is None:
-                self._say("profiler", "a profiler is running; the step is traced once it has ended.")
-            if known is None:
-                return None
+            tape = self._traced(alive, has_borders)
+            if tape is not None or known is None:
+                return tape
         if not self._look_at(known, alive):
             return None
         self._active = known
@@ -137,6 +138,8 @@ class Pilot:
             else:
                 watch.leave()
         if failed:
+            if self._tracer is not None:
+                self._tracer.tape.discard()
             self._tracer = self._measuring = self._learning = self._active = None
         elif self.tape.lost and self._active is not None and not self._to_trace and self._in_vain < _ROUNDS:
             self._to_trace = _IN_A_ROW
@@ -145,6 +148,7 @@ class Pilot:
         """Stop whatever is running; training may go on."""
         for watch in self._watches():
             watch.stop()
+        self._tracer = self._measuring = None
         self.optimizers.stop()
 
     def __del__(self) -> None:
@@ -158,24 +162,35 @@ class Pilot:
     def _watches(self) -> list[StepWatch]:
         return [watch for watch in (self._tracer, self._measuring) if watch is not None]
 
-    def _about_to_step(self) -> None:
-        for watch in self._watches():
-            watch.update()
+    def _about_to_step(self, optimizer: Optimizer) -> None:
+        watches = self._watches()
+        if watches and (not self._roots or optimizer in self.optimizers.of(self._roots)):
+            for watch in watches:
+                watch.update()
 
     def _traced(self, roots: Sequence[nn.Module], has_borders: bool) -> Tape | None:
+        """A tape that traces the step; None if that cannot be (now)."""
+        if self._pause:
+            self._pause -= 1
+            return None
         device = device_of(roots)
         if device.type not in ("cpu", "cuda"):
             self._give_up("device", f"memory of the device {str(device)!r} cannot be counted, so that there is no plan")
             return None
+        ledger = Ledger(self.modules)
+        keeps: frozenset[str] = frozenset() if has_borders else frozenset({"expensive"})
+        tracer = Tracer(self.clock, ledger, device, keeps, self.tape.kept)
+        try:
+            tracer.start()
+        except ProfilerBusy:
+            if not self.known.roots:
+                self._say("profiler", "a profiler is running; the step is traced once it has ended.")
+            return None
         for root in roots:
             self.modules.name(root)
-        self._active = None
+        self.ledger, self._tracer, self._active = ledger, tracer, None
         self.tape.lost = False
         self.optimizers.watch()
-        self.ledger = Ledger(self.modules)
-        keeps: frozenset[str] = frozenset() if has_borders else frozenset({"expensive"})
-        tracer = self._tracer = Tracer(self.clock, self.ledger, device, keeps, self.tape.kept)
-        tracer.start()
         return tracer.tape
 
     def _conclude(self) -> None:
@@ -187,6 +202,7 @@ class Pilot:
         if tracer is not None:
             tracer.stop()
             self._learn_from(tracer)
+            tracer.tape.discard()
         if measuring is not None:
             measuring.stop()
         if active is None or self.tape.lost:
@@ -245,10 +261,11 @@ class Pilot:
             if self.optimizers.settled(roots):
                 self.optimizers.stop()  # whatever state they make is there by now
         waiting = [k for k in self.known.all if k.tries]
-        if waiting and not profiler_is_on():
+        if waiting:
             for k in waiting:
                 k.tries -= 1
-            self._measuring = Measurement(device, known.passes)
+            with suppress(ProfilerBusy):
+                self._measuring = Measurement(device, known.passes)
         return True
 
     def _budget_on(self, device: torch.device) -> int:
@@ -324,9 +341,6 @@ class Pilot:
 
     # ------------------------------------------------------------------ other steps than expected
 
-    def _other_op(self, position: int, name: str) -> Script | None:
-        return self._turn(position, name)
-
     def _other_size(self, position: int, size: int) -> Script | None:
         active = self._active
         if active is None:
@@ -365,3 +379,8 @@ class Pilot:
         if topic not in self._said:
             self._said.add(topic)
             warn(f"policy='auto': {text}")
+
+
+def _call(method: WeakMethod[Callable[..., Script | None]], position: int, what: Any) -> Script | None:
+    found = method()
+    return found(position, what) if found is not None else None

@@ -6,7 +6,7 @@ import logging
 import os
 import warnings
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -29,21 +29,11 @@ from lightning_remat.engine import (
     verify,
     writes,
 )
-from lightning_remat.engine.actions import ActionTable
-from lightning_remat.engine.blocks import check_blocks_option
 from lightning_remat.engine.ledger import Ledger, LedgerTape, ModuleStack
 from lightning_remat.engine.opaque import hide_from_compiler
 from lightning_remat.engine.plain import backward_outside
 from lightning_remat.engine.planned import PlannedTape
-from lightning_remat.engine.policies import (
-    KEEP_ALL,
-    LEAN,
-    SELECTIVE,
-    OpInfo,
-    Policy,
-    checked_verdict,
-    parse_policy,
-)
+from lightning_remat.engine.policies import LEAN, SELECTIVE, OpInfo, Policy, checked_verdict
 from lightning_remat.engine.replay import Clock
 from lightning_remat.engine.rules import Rule
 from lightning_remat.engine.tape import Tape
@@ -56,8 +46,8 @@ from lightning_remat.runtime.binding import Binding
 from lightning_remat.runtime.discovery import Discovery
 from lightning_remat.runtime.from_file import FilePilot
 from lightning_remat.runtime.pilot import Pilot
+from lightning_remat.runtime.settings import checked, table_for
 from lightning_remat.runtime.tracing import TracingTape
-from lightning_remat.sizes import parse_budget
 
 if TYPE_CHECKING:
     from lightning_remat.planning.plan import PlanResult
@@ -129,34 +119,10 @@ class Remat:
         verify: bool = False,
     ) -> None:
         self._options = {"budget": budget, "blocks": blocks, "offload": offload, "verify": verify, "policy": policy}
-        self._budget = parse_budget(budget)
-        if offload is not None:
-            raise ConfigurationError(f"offload={offload!r} is not available yet; leave it out.")
-        if blocks is not None:
-            check_blocks_option(blocks)
-        if not isinstance(verify, bool):
-            raise ConfigurationError(f"verify={verify!r} is not a switch; give True or False.")
-        self._auto = policy == "auto" if isinstance(policy, str) else False
-        if budget is not None and not self._auto:
-            raise ConfigurationError(
-                f"budget={budget!r} and policy={policy!r} contradict each other: a budget chooses the policy. "
-                "Give a budget with policy='auto', or a policy without a budget."
-            )
-        # With a budget this is what a step is traced under; from then on there is a plan.
-        self._plan_path = plan_path(policy)
-        if self._plan_path is not None:
-            self._policy = LEAN
-        else:
-            self._policy = (LEAN if self._budget is not None else SELECTIVE) if self._auto else parse_policy(policy)
-        if self._policy.parts and blocks is not None:
-            raise ConfigurationError(
-                f"blocks={blocks!r} and a mapping as policy= contradict each other: the mapping's patterns are the "
-                "blocks. Leave blocks= out, or give one policy for the blocks that you name."
-            )
-        if self._policy.ask is not None and blocks is not None:
-            # Naming blocks asks for their borders; without them a function over ops decides about everything.
-            self._policy = replace(self._policy, segment=1)
-        self._first_policy = self._policy
+        self._settings = checked(policy, budget, blocks, offload, verify)
+        if self._settings.plan_path is not None:
+            self._options["policy"] = os.path.abspath(self._settings.plan_path)  # for a copy in another folder
+        self._policy = self._settings.policy
         self._blocks_option = blocks
         self._kept_ops: set[str] = set()
         self._clock = Clock()
@@ -172,7 +138,7 @@ class Remat:
         self._active: Tape | None = None
         self._steps = 0
         self._recorded = 0
-        if self._auto and self._budget is None:
+        if self._settings.auto and self._settings.budget is None:
             log.info("policy='auto' takes 'selective' until the planner chooses per value.")
 
     def __reduce__(self) -> Any:
@@ -180,9 +146,17 @@ class Remat:
         return partial(type(self), **self._options), ()
 
     def _new_pilot(self) -> Pilot | FilePilot | None:
-        if self._plan_path is not None:
-            return FilePilot(self._plan_path, self._clock)
-        return Pilot(self._budget, self._clock, self._modules) if self._budget is not None else None
+        settings = self._settings
+        pilot: Pilot | FilePilot
+        if settings.plan_path is not None and settings.plan is not None:
+            pilot = FilePilot(settings.plan_path, settings.plan, self._clock)
+        elif settings.budget is not None:
+            pilot = Pilot(settings.budget, self._clock, self._modules)
+        else:
+            return None
+        for op in self._kept_ops:
+            pilot.never_drop(op)
+        return pilot
 
     # ------------------------------------------------------------------ what users ask
 
@@ -207,7 +181,7 @@ class Remat:
             if names
             else ""
         )
-        chosen = " (chosen by 'auto')" if self._auto else ""
+        chosen = " (chosen by 'auto')" if self._settings.auto else ""
         if self._pilot is not None:
             chosen = f" ({self._pilot.sentence})"
         return f"recomputation policy {self.policy}{chosen}, {blocks or 'no blocks'}"
@@ -230,9 +204,14 @@ class Remat:
         """Write the plan for the largest step so far to a JSON file, for ``policy="..."`` in another run.
 
         Raises:
-            ConfigurationError: there is no plan: no budget was given, or the second step has not begun.
-            OSError: the file cannot be written; one that is there already stays as it is.
+            ConfigurationError: there is no plan: no budget was given, or the second step has not begun. Or the path
+                does not end in ``.json``, by which ``policy=`` knows a plan file.
+            PlanFileError: the file cannot be written; one that is there already stays as it is.
         """
+        if plan_path(path) is None:
+            raise ConfigurationError(
+                f"save_plan({str(path)!r}): policy= knows a plan file by its ending; give a name that ends in .json."
+            )
         if self.plan is None:
             raise ConfigurationError(
                 f"save_plan({str(path)!r}): there is no plan. It takes policy='auto' with a budget, and is made when "
@@ -287,14 +266,14 @@ class Remat:
                 already does activation checkpointing.
         """
         if not self._policy.off:
-            binding = self._new_binding(self._first_policy)
+            binding = self._new_binding(self._settings.policy)
             binding.bind(root)
-            self._policy = self._first_policy
+            self._policy = self._settings.policy
             self._steps = 0
             self._begin_anew(binding)
 
     def _new_binding(self, policy: Policy) -> Binding:
-        return Binding(policy, self._blocks_option, self._table)
+        return Binding(policy, self._blocks_option, partial(table_for, self._kept_ops))
 
     def _begin_anew(self, binding: Binding) -> None:
         """Go on with another model: the books and the names of the one before are of no use for it."""
@@ -346,7 +325,8 @@ class Remat:
         self._active = tape
         tape.recorded = 0
         regions = self._binding.regions
-        tape.decide = self._decide
+        if self._needs_modules:
+            tape.decide = self._decide
         if not isinstance(tape, PlannedTape):
             stack.callback(regions.remove)
             regions.install(tape)
@@ -426,6 +406,7 @@ class Remat:
             if not self._binding.bound and (isinstance(tape, TracingTape) or not any(part.calls for part in parts)):
                 # The next step that has to meet a model may meet another one, and this one is not to be kept alive.
                 self._blocks = self.blocks
+                self._binding.regions.discard()
                 self._binding = self._new_binding(self._policy)
             return
         if any(part.expected and part.calls for part in parts):
@@ -439,12 +420,6 @@ class Remat:
                 "policy='selective'.",
                 stacklevel=3,
             )
-
-    def _table(self, policy: Policy) -> ActionTable:
-        def action(rule: Rule) -> int:
-            return KEEP_ALL.action(rule) if rule.name in self._kept_ops else policy.action(rule)
-
-        return ActionTable(action)
 
     def _never_again(self, op: str) -> None:
         """Keep the results of an op from now on."""
@@ -463,9 +438,6 @@ class Remat:
         if ask is None:
             return False
         outs = out if isinstance(out, (tuple, list)) else (out,)
-        nbytes = sum(o.untyped_storage().nbytes() for o in outs if isinstance(o, torch.Tensor) and _has_storage(o))
+        there = [o for o in outs if isinstance(o, torch.Tensor) and o.layout is torch.strided]
+        nbytes = sum(o.untyped_storage().nbytes() for o in there)
         return checked_verdict(ask, OpInfo(rule.name, self._modules.current, regions.block, nbytes, rule.kind))
-
-
-def _has_storage(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided

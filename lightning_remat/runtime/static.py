@@ -19,13 +19,13 @@ class Optimizers:
     """The optimizers that step a model's parameters, met when they step: a plain loop never tells us of them.
 
     Args:
-        about_to_step: method to be called, while its object lives, whenever one of them begins a step.
+        about_to_step: method to be told, while its object lives, of any optimizer that begins a step.
 
     Attributes:
         steps: how many steps have been seen; what is known of their state is new whenever this has changed.
     """
 
-    def __init__(self, about_to_step: WeakMethod[Callable[[], None]] | None = None) -> None:
+    def __init__(self, about_to_step: WeakMethod[Callable[[Optimizer], None]] | None = None) -> None:
         self.steps = 0
         self.found: WeakSet[Optimizer] = WeakSet()
         self._about_to_step = about_to_step
@@ -51,7 +51,7 @@ class Optimizers:
                     optimizers.found.add(optimizer)
                     tell = optimizers._about_to_step() if optimizers._about_to_step is not None else None
                     if tell is not None:
-                        tell()
+                        tell(optimizer)
 
             self._handle = register_optimizer_step_pre_hook(stepping)
 
@@ -67,17 +67,22 @@ class Optimizers:
     def of(self, roots: Iterable[nn.Module]) -> list[Optimizer]:
         """Those that step parameters of these models."""
         ours = {id(p) for root in roots for p in root.parameters()}
-        return [o for o in self.found if any(id(p) in ours for group in o.param_groups for p in group["params"])]
+        return [o for o in self.found if any(id(p) in ours for p in _stepped_by(o))]
 
     def settled(self, roots: Iterable[nn.Module]) -> bool:
         """Whether no more state is to be expected: every parameter that is trained has been stepped, more than once."""
         seen = self.steps - self._since
         if seen < 3:
             return False
-        stepped = {id(p) for o in self.found for group in o.param_groups for p in group["params"]}
+        stepped = {id(p) for o in self.found for p in _stepped_by(o)}
         return seen > _LONG_ENOUGH or all(
             id(p) in stepped for root in roots for p in root.parameters() if p.requires_grad
         )
+
+
+def _stepped_by(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
 
 
 def static_parts(roots: Iterable[nn.Module], optimizers: Iterable[Optimizer], device: torch.device) -> dict[str, int]:

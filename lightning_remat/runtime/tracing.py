@@ -359,8 +359,15 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         """Hold on to nothing of the step any more."""
         self.observers.clear()
         self._shown.clear()
+        self._values.clear()
+        self.open_slots.clear()
         self._last = None
         self._mark = lambda: None
+
+    def discard(self) -> None:
+        """The step is over for good. The hooks hold the tape, which would live on until the garbage collector comes."""
+        self.close()
+        self.__dict__.pop("hooks", None)
 
     def finish(self) -> None:
         """Say whose node saved what, and what every op costs.

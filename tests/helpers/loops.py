@@ -21,6 +21,7 @@ class Loop:
     """A training: a model, its optimizer, and maybe an engine.
 
     Attributes:
+        steps: how many have been begun.
         seen: for each step, losses, gradients, weights, buffers, optimizer state and random streams.
     """
 
@@ -29,6 +30,7 @@ class Loop:
         self.remat = remat
         self.optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
         self.losses: list[Tensor] = []
+        self.steps = 0
         self.seen: list[dict[str, Any]] = []
         if remat is not None and bind:
             remat.bind(model)
@@ -91,6 +93,7 @@ def run(
     loop = Loop(make(), remat, **options)
     seed_everything(4)
     for batch in batches:
+        loop.steps += 1
         step(loop, batch)
         loop.note()
     return loop

@@ -37,15 +37,19 @@ def test_a_model_bound_later_takes_the_place_of_the_first() -> None:
 
 
 def test_a_budget_is_judged_for_each_model() -> None:
-    """The first step of each is a lean one, and is looked at to see whether there is room for more."""
+    """The first step of each is a lean one, and is traced."""
     remat = Remat(budget="1GiB")
     for depth in (2, 3):
         net = model(depth)
         remat.bind(net)
-        assert remat.policy == "full"
+        assert remat.plan is None
         step(remat, net)
+        assert remat.stats.recorded_ops > 0
+        net.zero_grad()
         step(remat, net)
-        assert remat.policy == "selective"
+        assert remat.plan is not None
+        assert {op.module for op in remat.plan.trace.ops} >= {f"{i}.{j}" for i in range(depth) for j in range(3)}
+        assert remat.stats.recorded_ops == 0
 
 
 def test_the_same_model_may_be_bound_again() -> None:

@@ -110,18 +110,25 @@ def test_verify_is_a_switch() -> None:
         Remat(verify="yes")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("budget", "expected"), [("1GiB", "selective"), ("10KiB", "full"), ("100%", "selective")])
-def test_auto_takes_what_the_budget_has_room_for(budget: str, expected: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The first step is lean; then selective if that fits, and it says so."""
-    remat = Remat(budget=budget)
+def test_auto_plans_what_the_budget_has_room_for(caplog: pytest.LogCaptureFixture) -> None:
+    """The first step is lean and traced; then there is a plan, and it says so."""
+    remat = Remat(budget="60KiB")
     model = Model()
-    assert remat.policy == "full"
+    assert "the first step runs lean" in remat.summary
     with caplog.at_level(logging.INFO, logger="lightning_remat"):
+        step(remat, model)
+        assert remat.plan is None
+        assert remat.stats.recorded_ops > 0
+        model.zero_grad()
         for _ in range(3):
             step(remat, model)
-    assert remat.policy == expected
+            model.zero_grad()
+    assert remat.policy == "auto"
     assert len(remat.blocks) == 3
-    assert [expected in message for message in caplog.messages] == [True]
+    assert remat.plan is not None
+    assert remat.plan.peak_bytes <= 60 * 1024 < remat.plan.static_bytes + remat.plan.plain.peak_bytes
+    assert ["budget 60.0 KiB: predicted peak" in message for message in caplog.messages] == [True]
+    assert caplog.messages[0] in remat.summary
 
 
 def test_auto_without_a_budget(caplog: pytest.LogCaptureFixture) -> None:

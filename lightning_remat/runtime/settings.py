@@ -1,0 +1,77 @@
+"""The options of :class:`~lightning_remat.Remat`, checked, and what they come to."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_remat.engine.actions import ActionTable
+from lightning_remat.engine.blocks import check_blocks_option
+from lightning_remat.engine.policies import KEEP_ALL, LEAN, SELECTIVE, Policy, parse_policy
+from lightning_remat.engine.rules import Rule
+from lightning_remat.errors import ConfigurationError
+from lightning_remat.planning.planfile import PlanFile, plan_path
+from lightning_remat.sizes import parse_budget
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the options come to.
+
+    Attributes:
+        policy: the one in force; under a budget or with a plan file, what a step runs under that no plan is there for.
+        auto: it was chosen by ``"auto"``.
+        budget: bytes, a share of the device's memory, or None.
+        plan_path: the plan file, or None.
+        plan: what it holds.
+    """
+
+    policy: Policy
+    auto: bool
+    budget: int | float | None
+    plan_path: str | None
+    plan: PlanFile | None
+
+
+def checked(policy: Any, budget: Any, blocks: Any, offload: Any, verify: Any) -> Settings:
+    """Settings from options as users give them.
+
+    Raises:
+        ConfigurationError: an option that cannot work.
+        PlanFileError: a plan file that cannot be read.
+    """
+    size = parse_budget(budget)
+    if offload is not None:
+        raise ConfigurationError(f"offload={offload!r} is not available yet; leave it out.")
+    if blocks is not None:
+        check_blocks_option(blocks)
+    if not isinstance(verify, bool):
+        raise ConfigurationError(f"verify={verify!r} is not a switch; give True or False.")
+    auto = isinstance(policy, str) and policy == "auto"
+    if budget is not None and not auto:
+        raise ConfigurationError(
+            f"budget={budget!r} and policy={policy!r} contradict each other: a budget chooses the policy. "
+            "Give a budget with policy='auto', or a policy without a budget."
+        )
+    path = plan_path(policy)
+    planned = path is not None or (auto and size is not None)
+    parsed = LEAN if planned else SELECTIVE if auto else parse_policy(policy)
+    if parsed.parts and blocks is not None:
+        raise ConfigurationError(
+            f"blocks={blocks!r} and a mapping as policy= contradict each other: the mapping's patterns are the "
+            "blocks. Leave blocks= out, or give one policy for the blocks that you name."
+        )
+    if parsed.ask is not None and blocks is not None:
+        # Naming blocks asks for their borders; without them a function over ops decides about everything.
+        parsed = replace(parsed, segment=1)
+    return Settings(parsed, auto, size, path, PlanFile.load(path) if path is not None else None)
+
+
+def table_for(kept: Set[str], policy: Policy) -> ActionTable:
+    """The action table of a policy, in which ops named in ``kept`` are never dropped."""
+
+    def action(rule: Rule) -> int:
+        return KEEP_ALL.action(rule) if rule.name in kept else policy.action(rule)
+
+    return ActionTable(action)

@@ -78,6 +78,8 @@ class Trace:
         events: see above.
         slots: number of slots.
         savers: for each slot, the op whose node saved it; -1, or a list that is too short: not known.
+        weights: for each op, bytes of the parameters whose gradients its node makes first; or a list that is too short:
+            not known.
         forward_seconds, backward_seconds: duration of the step's two parts, replays taken out.
         device: type of the device, such as ``"cuda"``.
         source: ``"step"``, ``"fake"`` or ``"hand"``.
@@ -90,6 +92,7 @@ class Trace:
     events: list[Event] = field(default_factory=list)
     slots: int = 0
     savers: list[int] = field(default_factory=list)
+    weights: list[int] = field(default_factory=list)
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     device: str = "cpu"

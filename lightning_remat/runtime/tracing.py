@@ -23,6 +23,7 @@ from weakref import ref as weakref
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import Parameter
 
 from lightning_remat.engine.actions import COUNT, ActionTable, counted
 from lightning_remat.engine.ledger import Ledger, LedgerTape
@@ -126,6 +127,7 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         self._signatures: list[Any] = []
         self._nodes: dict[int, int] = {}  # number of an autograd node -> the op that it belongs to
         self._saved_by: list[int] = []  # for each slot, such a number
+        self._readers: dict[int, tuple[int, int]] = {}  # parameter -> the last op that reads it, its bytes
         self.observers.append(_Listener(self))
         self._wait: Callable[[], None] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
 
@@ -161,6 +163,10 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         inputs = [v for t in flat if (v := self._value_of(t)) is not None]
         entry = TraceOp(rule.name, self.ledger.modules.current, rule.kind, tuple(dict.fromkeys(inputs)), ())
         self.trace.ops.append(entry)
+        for t in flat:
+            parameter = t if isinstance(t, Parameter) else t._base
+            if isinstance(parameter, Parameter) and parameter.requires_grad and parameter.layout is torch.strided:
+                self._readers[id(parameter)] = o, parameter.numel() * parameter.element_size()
         signature = (func, tuple([(tuple(t.shape), t.dtype) for t in flat]))
         self._signatures.append(signature)
         self._event(RUN, o)
@@ -375,6 +381,9 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         That is the median over all ops of its kind and shapes: of their replays, or else of their first runs.
         """
         self.trace.savers = [self._nodes.get(number, -1) for number in self._saved_by]
+        self.trace.weights = [0] * len(self.trace.ops)
+        for o, nbytes in self._readers.values():
+            self.trace.weights[o] += nbytes
         for entry, signature in zip(self.trace.ops, self._signatures, strict=True):
             first, again = self._samples[signature]
             entry.seconds = median(again or first)

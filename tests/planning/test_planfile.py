@@ -72,13 +72,13 @@ def test_a_plan_is_followed_from_the_first_step(written: Path) -> None:
     assert "ops run again" in remat.summary
     model, x = net(), batch()
     with remat:
-        loss = model(x).sum()
+        loss = model(x).square().mean()
     assert 0 < remat.stats.recorded_ops <= sum(PlanFile.load(written).drop)
     loss.backward()
     assert_same_training(net, [batch()] * 4, remat=remat)
     made, followed, plain = (peak_of(r, batch()) for r in (Remat(budget=BUDGET), Remat(policy=Path(written)), None))
     assert abs(followed - made) <= 0.05 * made
-    assert followed < 0.8 * plain
+    assert followed < 0.85 * plain
 
 
 def test_in_another_process(written: Path) -> None:
@@ -90,16 +90,16 @@ def test_in_another_process(written: Path) -> None:
         from lightning_remat import Remat
         from tests.planning.test_planfile import batch, net, peak_of, run
         loop = run(net, [batch()] * 3, remat=Remat(policy={str(written)!r}))
-        print(float(sum(p.double().sum() for p in loop.model.parameters())).hex())
+        print(sum(p.double().sum() for p in loop.model.parameters()).item().hex())
         print(peak_of(Remat(policy={str(written)!r}), batch()))
         """
     )
     output = subprocess.run(
         [sys.executable, "-W", "error::UserWarning", "-c", program], cwd=ROOT, env={**os.environ, "PYTHONPATH": "."},
-        capture_output=True, text=True, check=False,
+        capture_output=True, text=True, check=True,
     ).stdout.split()  # fmt: skip
     plain = run(net, [batch()] * 3)
-    assert output[0] == float(sum(p.double().sum() for p in plain.model.parameters())).hex()
+    assert output[0] == sum(p.double().sum() for p in plain.model.parameters()).item().hex()
     assert int(output[1]) == peak_of(Remat(policy=str(written)), batch())
 
 

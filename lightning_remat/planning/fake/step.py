@@ -5,8 +5,8 @@ user's Python and autograd as they are, in a fraction of a second, on no device;
 :mod:`~lightning_remat.planning.fake.meter` sees.
 
 They always live on the CPU. A step for another device runs there as well, with that device's choice of kernels put in
-place (:mod:`~lightning_remat.planning.fake.emulation`): PyTorch without CUDA, as on a laptop, cannot run autograd on fake
-CUDA tensors (torch 2.13 ends the process).
+place (:mod:`~lightning_remat.planning.fake.emulation`): PyTorch without CUDA, as on a laptop, cannot run autograd on
+fake CUDA tensors (torch 2.13 ends the process).
 
 Known weaknesses: control flow that depends on activations is refused, as the content is not there; memory that does not
 come from ops (workspaces of cuBLAS and cuDNN, fragmentation, what libraries allocate by themselves) is not seen.

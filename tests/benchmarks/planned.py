@@ -50,7 +50,7 @@ def static_bytes(model: nn.Module) -> int:
 def predicted_peak(variant: Planned) -> int | None:
     """What the plan in force is predicted to take in a step; None where there is no plan."""
     # No public name says so yet.
-    result = variant.engine._pilot.result
+    result = variant.engine.plan
     return None if result is None else result.chosen.peak_bytes
 
 

@@ -84,6 +84,7 @@ class RematCallback(Callback):
         self._restore()
 
     def _restore(self) -> None:
+        self.remat.close()
         strategy, self._strategy = self._strategy, None
         if strategy is not None:
             del strategy.training_step

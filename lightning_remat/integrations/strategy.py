@@ -99,6 +99,11 @@ class RematStrategy(Recomputing, _Base):
         with self.remat:
             return super().training_step(*args, **kwargs)
 
+    def teardown(self) -> None:
+        """Training ends, also by an exception: nothing is counted any more."""
+        self.remat.close()
+        super().teardown()
+
     def __reduce__(self) -> Any:
         base = next(c for c in type(self).__mro__ if not issubclass(c, Recomputing) and c is not Recomputing)
         return _rebuild, (base,), self.__dict__

@@ -305,7 +305,7 @@ class Pilot:
         predicted = known.result.chosen.peak_bytes
         above = known.static + measured.peak_bytes > known.result.budget_bytes
         if above and measured.peak_bytes > _CLOSE * predicted and known.corrected < _CORRECTIONS:
-            if known.result.chosen.drop == known.result.smallest.drop:
+            if known.result.chosen.peak_bytes <= known.result.smallest.peak_bytes:
                 return  # there is nothing smaller
             known.correction *= measured.peak_bytes / predicted
             known.corrected += 1

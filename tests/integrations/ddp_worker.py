@@ -104,6 +104,9 @@ SCENARIOS = {
     ),
     "on one rank only": Scenario(ours=lambda: RematStrategy(base="ddp", policy=["none", recompute_all][RANK])),
     "manual optimization": Scenario(**with_options(), module=Manual),
+    # Less than any plan needs: the one with the smallest peak.
+    "budget": Scenario(ours=lambda: RematStrategy(base="ddp", budget=1), options={"accumulate_grad_batches": 2}),
+    "budget, manual optimization": Scenario(ours=lambda: RematStrategy(base="ddp", budget=1), module=Manual),
     "bf16-mixed": Scenario(ours=lambda: "remat_ddp", options={"precision": "bf16-mixed"}),
     "callback": Scenario(
         plain=Kept, ours=Kept, callback=lambda: RematCallback(policy="full"), options={"accumulate_grad_batches": 2}

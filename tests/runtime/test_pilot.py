@@ -134,7 +134,7 @@ def test_an_infeasible_budget_is_named_once_and_training_goes_on() -> None:
     for part in ("budget=20.0 KiB is not feasible", "parameters", "optimizer state", "activations", "smaller batch"):
         assert part in message
     assert remat.plan is not None
-    assert remat.plan.chosen.drop == remat.plan.smallest.drop
+    assert remat.plan.chosen.peak_bytes <= 1.01 * remat.plan.smallest.peak_bytes
     assert planned(remat)
     # It points at the line that begins the step, not at one of ours.
     assert caught[0].filename.endswith("loops.py")

@@ -22,9 +22,9 @@ Plan = tuple[bool, ...]
 
 _PRICES = (1.0, 2.0, 4.0, 8.0)  # what a byte too much costs, in units of what it has cost so far to save one
 _FEW = 220  # up to so many choices, each is tried in each plan
-_WIDTH = 32  # plans that are changed at a time
-_BROAD = 3000  # changes that are tried at a time, about
-_STALE = 10  # times in a row without anything better, after which the search ends
+_WIDTH = 64  # plans that are changed at a time
+_BROAD = 6000  # changes that are tried at a time, about
+_STALE = 20  # times in a row without anything better, after which the search ends
 _STORED = 20_000_000  # entries of plans that are remembered
 _WEIGHT = 800  # plans whose simulation takes as long as that of none: most of it does not depend on their number
 

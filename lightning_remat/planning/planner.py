@@ -19,6 +19,8 @@ from lightning_remat.sizes import format_bytes
 
 _WORK = 400_000  # events to simulate in polishing: little beside what a plan is used for
 _SEEDS = 64  # plans from which polishing begins
+_LARGE = 300  # simulations; if there are fewer, the trace is large
+_AROUND_LARGE = (0.97, 1.03)
 _AROUND = (0.9, 0.94, 0.97, 1.0, 1.03, 1.06, 1.1)  # budgets for these, to the budget that was asked for
 
 
@@ -133,7 +135,7 @@ class Planner:
 
     def _seeds(self, budget: int) -> list[tuple[bool, ...]]:
         """Plans from which to polish: those that are nearly as good as the best one, or a little too large."""
-        for share in _AROUND:
+        for share in _AROUND if self._work > _LARGE else _AROUND_LARGE:
             drop = self.search.best(share * budget)
             if drop is not None:
                 self.judge(drop)
@@ -141,7 +143,7 @@ class Planner:
         def worth(c: Candidate) -> tuple[float, float]:
             return c.extra_seconds * max(1.0, c.peak_bytes / budget) ** 4, c.peak_bytes
 
-        near = sorted(self.tried.values(), key=worth)[:_SEEDS]
+        near = sorted(self.tried.values(), key=worth)[: _SEEDS if self._work > _LARGE else _SEEDS // 4]
         fitting = self._best_tried(budget)
         return [c.drop for c in near] if fitting is None else [fitting.drop, *(c.drop for c in near)]
 

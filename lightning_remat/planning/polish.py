@@ -24,6 +24,7 @@ _PRICES = (1.0, 2.0, 4.0, 8.0)  # what a byte too much costs, in units of what i
 _FEW = 220  # up to so many choices, each is tried in each plan
 _WIDTH = 64  # plans that are changed at a time
 _BROAD = 6000  # changes that are tried at a time, about
+_EVENTS = 12_000_000  # and no more than this, times events
 _STALE = 20  # times in a row without anything better, after which the search ends
 _STORED = 20_000_000  # entries of plans that are remembered
 _WEIGHT = 800  # plans whose simulation takes as long as that of none: most of it does not depend on their number
@@ -172,7 +173,8 @@ class _Pool:
         self.spent = 0.0
         self.least = np.inf
         moves = len(polish.choices) if not polish.kinds else 10 * len(polish.kinds)
-        self.width = max(len(_PRICES), min(_WIDTH, _BROAD // moves))
+        broad = min(_BROAD, _EVENTS // max(1, len(polish.trace.events)))
+        self.width = max(1, min(_WIDTH, broad // moves))
         self.saved = max(1, sum(polish.trace.nbytes) - budget)
 
     def add(self, plans: Rows) -> None:
@@ -219,10 +221,10 @@ class _Pool:
         if first or best == np.inf:
             orders = [self.excess, over.astype(np.float64)]
         else:
-            orders = [self.seconds + price * best / self.saved * over for price in _PRICES]
+            orders = [self.seconds + price * best / self.saved * over for price in _PRICES[: self.width]]
         chosen: list[int] = []
         for cost in orders:
-            chosen += self._cheapest(np.where(self.changed, np.inf, cost), self.width // len(orders))
+            chosen += self._cheapest(np.where(self.changed, np.inf, cost), max(1, self.width // len(orders)))
         if len(self.seconds) > self.most:
             self._forget(orders[-1], chosen)
             chosen = list(range(len(chosen)))

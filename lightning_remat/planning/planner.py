@@ -17,7 +17,11 @@ from lightning_remat.planning.simulator import simulate
 from lightning_remat.planning.trace import OTHER, Trace
 from lightning_remat.sizes import format_bytes
 
-_SEEDED = 500  # plans that can be simulated, from which on polishing begins at several
+_WORK = 400_000  # events to simulate in polishing: little beside what a plan is used for
+_SEEDS = 64  # plans from which polishing begins
+_LARGE = 300  # simulations; if there are fewer, the trace is large
+_AROUND_LARGE = (0.97, 1.03)
+_AROUND = (0.9, 0.94, 0.97, 1.0, 1.03, 1.06, 1.1)  # budgets for these, to the budget that was asked for
 
 
 class Planner:
@@ -33,11 +37,11 @@ class Planner:
         self.search = Search(trace)
         # Plans to simulate in polishing: little beside what a plan is used for, and enough to try a lot on small traces.
         self._events = max(1, len(trace.events))
-        self._patience = min(3000, max(30, (1_000_000 if len(trace.ops) < 100 else 400_000) // self._events))
-        self._rounds = max(6, min(60, 100_000 // self._events))
+        self._work = _WORK / self._events
+        self._rounds = max(6, min(30, 60_000 // self._events))
         self._bisected = self._sought = False
         self._pricing = Pricing(self.search.layout, self.judge)
-        self._polish = Polish(trace, self.judge, self.search.layout.graph, lambda: len(self.tried))
+        self._polish = Polish(trace, self.search.layout.graph)
         self.tried: dict[tuple[bool, ...], Candidate] = {self.plain.drop: self.plain}
 
     def result(
@@ -121,27 +125,27 @@ class Planner:
         priced = self._pricing.search(budget, self._rounds)
         if priced is not None and (best is None or priced.extra_seconds < best.extra_seconds):
             best = priced
-        if best is None:
-            best = self._polish.fitting(self.smallest(), budget, 2 * self._patience)
-        if best is None:
-            return None
-        seeds = self._seeds(best, budget)
-        return min(
-            (self._polish.within(seed, budget, self._patience // len(seeds)) for seed in seeds),
-            key=lambda c: (c.peak_bytes > budget, c.extra_seconds, c.peak_bytes),
-        )
+        seeds = self._seeds(budget)
+        found = self._polish.within(seeds, budget, self._work)
+        if found is None and best is None:
+            found = self._polish.fitting([self.smallest().drop, *seeds], budget, self._work)
+        if found is not None:
+            self.judge(found)
+        return self._best_tried(budget)
 
-    def _seeds(self, best: Candidate, budget: int) -> list[Candidate]:
-        """Plans from which to polish: the best one, and on small traces others that are nearly as good, or too large."""
-        if self._patience < _SEEDED:
-            return [best]
-        for share in (0.9, 0.94, 0.97, 1.03, 1.06, 1.1):
+    def _seeds(self, budget: int) -> list[tuple[bool, ...]]:
+        """Plans from which to polish: those that are nearly as good as the best one, or a little too large."""
+        for share in _AROUND if self._work > _LARGE else _AROUND_LARGE:
             drop = self.search.best(share * budget)
             if drop is not None:
                 self.judge(drop)
-        near = [c for c in self.tried.values() if c.peak_bytes <= 1.1 * budget and c is not best]
-        near.sort(key=lambda c: (c.extra_seconds * max(1.0, c.peak_bytes / budget) ** 4, c.peak_bytes))
-        return [best, self.plain, *near[:4]]
+
+        def worth(c: Candidate) -> tuple[float, float]:
+            return c.extra_seconds * max(1.0, c.peak_bytes / budget) ** 4, c.peak_bytes
+
+        near = sorted(self.tried.values(), key=worth)[: _SEEDS if self._work > _LARGE else _SEEDS // 4]
+        fitting = self._best_tried(budget)
+        return [c.drop for c in near] if fitting is None else [fitting.drop, *(c.drop for c in near)]
 
     def _best_tried(self, budget: int) -> Candidate | None:
         fitting = [c for c in self.tried.values() if c.peak_bytes <= budget]
@@ -154,7 +158,8 @@ class Planner:
             best: Candidate | None = self._rough_smallest()
             while best is not None:
                 target = int(best.peak_bytes * 0.97)
-                best = self._pricing.search(target, self._rounds) or self._polish.fitting(best, target, self._patience)
+                drop = self._polish.fitting(self._least(_SEEDS), target, self._work)
+                best = None if drop is None else self.judge(drop)
         return self._least_tried()
 
     def _rough_smallest(self) -> Candidate:
@@ -173,6 +178,9 @@ class Planner:
 
     def _least_tried(self) -> Candidate:
         return min(self.tried.values(), key=lambda c: (c.peak_bytes, c.extra_seconds))
+
+    def _least(self, count: int) -> list[tuple[bool, ...]]:
+        return [c.drop for c in sorted(self.tried.values(), key=lambda c: (c.peak_bytes, c.extra_seconds))[:count]]
 
     def front(self, count: int = 10) -> tuple[Candidate, ...]:
         """Candidates of which none is better than another in both respects, by rising peak."""

@@ -231,6 +231,7 @@ class Segment:
         # What crosses the border is held for those who read it, until backward comes back from there.
         held = [(slots.setdefault(-1 - o, len(slots)), v) for o in sorted(self.kept) for v in ops[o].outputs]
         self.forward = [(SAVE, slot, v) for slot, v in held] + self.forward
+        self.others = sum(b for kind, _, b in self.forward if kind == OTHER)
         self.backward = [(RELEASE, slot, 0) for slot, _ in held]
         self.backward += self._events(layout, trace.events[turn:stop], first, values, slots)
         numbers = sorted(values, key=values.__getitem__)
@@ -267,16 +268,10 @@ class Segment:
     def measure(self, replay: frozenset[int]) -> Item:
         """Simulate it under a plan."""
         simulator = Simulator(self.trace, [o in replay for o in range(len(self.trace.ops))])
-        others = 0
-        for kind, a, b in self.forward:
-            simulator.top = simulator.live
-            simulator.step(kind, a, b)
-            others += b if kind == OTHER else 0
+        simulator.play(self.forward)
         forward = simulator.peak
-        kept = simulator.live = simulator.peak = simulator.live - others
-        for kind, a, b in self.backward:
-            simulator.top = simulator.live
-            simulator.step(kind, a, b)
+        kept = simulator.live = simulator.peak = simulator.live - self.others
+        simulator.play(self.backward)
         seconds = sum(self.trace.ops[o].seconds for o in simulator.replayed)
         return Item(replay, kept, forward, simulator.peak, seconds)
 

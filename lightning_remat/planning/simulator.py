@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-from lightning_remat.planning.trace import EXIT, FREE, NEED, RELEASE, RUN, SAVE, Trace
+from lightning_remat.planning.trace import EXIT, FREE, NEED, OTHER, RELEASE, RUN, SAVE, Event, Trace
 
 
 @dataclass(slots=True)
@@ -89,7 +89,12 @@ class Simulator:
         """Through all events."""
         levels: list[int] = []
         tops: list[int] = []
-        for now, (kind, a, b) in enumerate(self.trace.events):
+        if not timeline and type(self).step is Simulator.step and type(self)._reach is Simulator._reach:
+            self.play(self.trace.events)
+            events: Sequence[Event] = ()
+        else:
+            events = self.trace.events
+        for now, (kind, a, b) in enumerate(events):
             self.now = now
             self.top = self.live
             self.step(kind, a, b)
@@ -99,6 +104,42 @@ class Simulator:
         ops = self.trace.ops
         seconds = sum(ops[o].seconds for o in self.replayed)
         return Simulation(self.peak, self.where, seconds, self.replayed, levels, tops)
+
+    def play(self, events: Sequence[Event]) -> None:
+        """Many events, as :meth:`step` does them; what mostly happens is written out here, since it takes most time."""
+        state, saved, read, held, slot = self.state, self.saved, self.read, self.held, self.slot
+        nbytes = self.trace.nbytes
+        for now, (kind, a, b) in enumerate(events):
+            if kind == SAVE:
+                slot[a] = b
+                saved[b] += 1
+            elif kind == NEED:
+                value = slot[a]
+                if value >= 0 and state[value] == _ABSENT:
+                    self.now = now
+                    self.top = self.live
+                    self._restore(value)
+            elif kind == RELEASE:
+                value = slot[a]
+                if value >= 0:
+                    slot[a] = -1
+                    saved[value] -= 1
+                    if not (saved[value] or read[value]):
+                        if state[value] == _THERE and not held[value]:
+                            state[value] = _GONE
+                            self.live -= nbytes[value]
+                        else:
+                            self._settle(value)
+            elif kind == OTHER:
+                level = self.live + a
+                if level > self.peak:
+                    self.peak = level
+                    self.where = now
+                self.live += b
+            else:
+                self.now = now
+                self.top = self.live
+                self.step(kind, a, b)
 
     def step(self, kind: int, a: int, b: int) -> None:
         """One event."""

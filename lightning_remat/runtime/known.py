@@ -79,6 +79,11 @@ class Known:
         """All values of the step together."""
         return sum(self.trace.nbytes)
 
+    @property
+    def elements(self) -> int:
+        """The same in elements, as far as they are known; what was estimated from nothing has no bytes."""
+        return sum(op.size for op in self.trace.ops if op.size > 0)
+
     def quick_plan(self, budget: int, static: int) -> PlanResult | None:
         """The best of the plans for another shape, without a search; None if none of them fits.
 
@@ -173,7 +178,7 @@ class KnownSteps:
         known.correction, known.corrected = 1.0, 0
         return True
 
-    def learn(self, base: Known, position: int, sizes: Sequence[int]) -> None:
+    def learn(self, base: Known, position: int, sizes: Sequence[int]) -> Known:
         """A step that began like ``base`` had other sizes from ``position`` on: ``sizes`` is all of them."""
         new = Known(
             len(self.all),
@@ -197,7 +202,8 @@ class KnownSteps:
                 # Its plan fits, and another search would gain next to nothing.
                 new.follow(other.result, other.static, other.parts)
                 new.tries = 0
-                return
+                break
+        return new
 
     def never_drop(self, kept: set[str]) -> None:
         """Ops of these names are kept from now on."""

@@ -42,7 +42,8 @@ MOST_SEQUENCES = 6
 
 _ESTIMATED = 0.98  # share of the room that a plan for a shape that was never traced may take
 _IN_A_ROW = 4  # steps that are traced, one after the other, in the hope for an unknown sequence to come up again
-_ROUNDS = 4  # how often that is tried in vain
+_ROUNDS = 5  # how often that is tried in vain
+_FAR = 4  # a shape of so many times the size of any that was traced is traced as well, when it comes up again
 _CORRECTIONS = 3  # how often a plan is corrected whose measured peak was above the budget
 _OFTEN = 3  # how often a shape comes up for which a search is worth its time
 _CLOSE = 1.002  # a peak that is missed by less is met
@@ -86,6 +87,9 @@ class Pilot:
         self._learning: tuple[Known, int, int] | None = None
         self._to_trace = 0  # steps
         self._in_vain = 0  # rounds of tracing
+        self._step = 0
+        self._lost_at = -1  # the last step that no entry knew
+        self._trace_at = -1  # a step in which one like it is expected
         self._no_backward = 0  # traced steps that had none
         self._pause = 0  # steps until the next one is traced
         self._said: set[str] = set()
@@ -108,6 +112,9 @@ class Pilot:
         self._conclude()
         if self.given_up:
             return None
+        self._step += 1
+        if self._step == self._trace_at:
+            self._to_trace = 1
         alive = list(self._roots)
         if self._had_roots and not alive:
             self._to_trace = max(self._to_trace, 1)  # another model, then
@@ -141,7 +148,17 @@ class Pilot:
             if self._tracer is not None:
                 self._tracer.tape.discard()
             self._tracer = self._measuring = self._learning = self._active = None
-        elif self.tape.lost and self._active is not None and not self._to_trace and self._in_vain < _ROUNDS:
+        elif self.tape.lost and self._active is not None:
+            self._look_out()
+
+    def _look_out(self) -> None:
+        """A step was not what any entry knows: trace the next that is like it."""
+        last, self._lost_at = self._lost_at, self._step
+        if self._to_trace or self._in_vain >= _ROUNDS:
+            return
+        if self._in_vain and last >= 0:
+            self._trace_at = 2 * self._step - last  # it may come at intervals, as every fifth step or the last of all
+        else:
             self._to_trace = _IN_A_ROW
 
     def close(self) -> None:
@@ -211,7 +228,10 @@ class Pilot:
             base, position, size = learning
             sizes = [op.size for op in base.trace.ops[:position]] + [size] + self.tape.seen
             if len(sizes) == len(base.trace.ops):
-                self.known.learn(base, position, sizes)
+                new = self.known.learn(base, position, sizes)
+                traced = max(k.elements for k in self.known.all if k.traced and k.sequence == new.sequence)
+                if new.elements > _FAR * traced and not self._to_trace and self._in_vain < _ROUNDS:
+                    self._to_trace = _IN_A_ROW
         elif self.tape.position == len(active.trace.ops) and active.result is not None:
             if measuring is not None:
                 self._compare(active, measuring)
@@ -221,7 +241,13 @@ class Pilot:
     def _learn_from(self, tracer: Tracer) -> None:
         if not tracer.complete:
             # No backward (yet), or somebody else's profiler came in between.
-            self._no_backward += not tracer.passes
+            self._no_backward += not (tracer.passes or tracer.failed)
+            if self._no_backward == 3:
+                self._say(
+                    "backward",
+                    "no backward was seen of 3 traced steps (it may run on another thread), so that there is no plan. "
+                    "Until one is seen, steps run under a fixed policy.",
+                )
             self._pause = 0 if self._no_backward < 3 else 2 ** min(self._no_backward - 2, 7)
             return
         if self.known.add(self._accumulating, tracer.trace(), tracer.tape.functions, tracer.passes):
@@ -294,7 +320,8 @@ class Pilot:
             return planner.result(static + room, static, parts)
         except BudgetError as error:
             self._say("budget", f"{error} Training goes on under the plan with the smallest peak.")
-            return planner.result(error.smallest_bytes, static)
+            found = planner.result(error.smallest_bytes, static)
+            return replace(found, chosen=found.smallest)
 
     def _compare(self, known: Known, measuring: Measurement) -> None:
         """Hold a plan to its prediction."""

@@ -134,7 +134,7 @@ def test_an_infeasible_budget_is_named_once_and_training_goes_on() -> None:
     for part in ("budget=20.0 KiB is not feasible", "parameters", "optimizer state", "activations", "smaller batch"):
         assert part in message
     assert remat.plan is not None
-    assert remat.plan.chosen.peak_bytes <= 1.01 * remat.plan.smallest.peak_bytes
+    assert remat.plan.chosen.peak_bytes == remat.plan.smallest.peak_bytes
     assert planned(remat)
     # It points at the line that begins the step, not at one of ours.
     assert caught[0].filename.endswith("loops.py")
@@ -185,6 +185,21 @@ def test_batches_of_several_sizes(rows: list[int], budget: Any) -> None:
     assert planned(remat) == (rows[-1] in rows[:-1])
 
 
+@pytest.mark.parametrize("first", [0, 1])
+@infeasible
+def test_a_first_batch_that_says_little(first: int) -> None:
+    """Nothing can be foreseen from an empty batch, and little from a small one: a larger one is traced as well."""
+    remat = Remat(budget=SCARCE)
+
+    def make() -> nn.Module:
+        return nn.Sequential(*[nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)) for _ in range(3)])
+
+    assert_same_training(make, [batch(n) for n in (first, 64, 64, 64, first, 64)], remat=remat)
+    assert planned(remat)
+    assert [known.traced for known in pilot_of(remat).known.all] == [True, True]
+    assert remat.stats.recorded_ops > 0
+
+
 @pytest.mark.parametrize("budget", [PLENTY, NOTHING])
 @infeasible
 def test_two_lengths_that_vary(budget: Any) -> None:
@@ -210,6 +225,20 @@ def test_two_sequences_of_ops_in_turn(budget: Any) -> None:
     assert not pilot._to_trace
 
 
+def test_another_sequence_at_intervals() -> None:
+    """Too rare to come up in the next few steps; it is waited for."""
+    remat = Remat(budget=PLENTY)
+
+    class Fifth(Varying):
+        def forward(self, x: Tensor) -> Tensor:
+            self.period = 2 if self.calls % 10 == 9 else 1
+            return super().forward(x)
+
+    assert_same_training(lambda: Fifth(1), [batch(4)] * 40, remat=remat)
+    assert len(pilot_of(remat).known.all) == 2
+    assert planned(remat)
+
+
 def test_a_sequence_that_comes_up_once_is_not_looked_for_for_ever() -> None:
     """A few steps are traced in the hope for it, a few times."""
     remat = Remat(budget=PLENTY)
@@ -224,7 +253,7 @@ def test_a_sequence_that_comes_up_once_is_not_looked_for_for_ever() -> None:
     for _ in range(70):
         usual(loop, batch(4))
         traced.append(pilot_of(remat)._active is None)
-    assert 10 < sum(traced) < 20
+    assert 4 < sum(traced) < 20
     assert not any(traced[-10:])
 
 
@@ -394,6 +423,7 @@ WAYS = (
 )  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:policy='auto'. no backward was seen")
 @pytest.mark.parametrize("budget", [PLENTY, NOTHING])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @infeasible
@@ -402,6 +432,26 @@ def test_every_bit_however_a_step_goes(way: Callable[[Loop, Tensor], None], budg
     assert_same_training(net, [batch(16)] * 8, way, remat=remat)
     assert planned(remat) or way is never
     assert not torch.autograd._profiler_enabled()
+    remat.close()
+
+
+def test_steps_whose_backward_nobody_sees() -> None:
+    """Such as one on another thread: there is no plan, which is said once."""
+    from threading import Thread
+
+    def elsewhere(loop: Loop, x: Tensor) -> None:
+        loss = loop.loss(x)
+        thread = Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+        loop.note()
+        loop.update()
+
+    remat = Remat(budget=PLENTY)
+    with pytest.warns(UserWarning, match="no backward was seen.*fixed policy") as caught:
+        assert_same_training(net, [batch(16)] * 8, elsewhere, remat=remat)
+    assert len(caught) == 1
+    assert remat.stats.replayed_ops > 0
     remat.close()
 
 
@@ -654,6 +704,7 @@ def _no_collector() -> Iterator[None]:
         yield
 
 
+@pytest.mark.filterwarnings("ignore:policy='auto'. no backward was seen")
 @pytest.mark.usefixtures("_no_collector")
 @pytest.mark.parametrize(
     "way",

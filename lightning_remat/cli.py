@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from lightning_remat import plan_command
 from lightning_remat.__about__ import __version__
 
 # Help texts here are plain: no shell completion is installed, and square brackets in them mean what they say.
@@ -46,6 +47,13 @@ def demo(context: typer.Context) -> None:
     """Run ``examples/demo_gpt.py`` with the remaining arguments."""
     run: typer.Typer = load_example("demo_gpt").app
     run(args=context.args, prog_name=context.command_path)
+
+
+app.command(
+    epilog=plan_command.EPILOG,
+    help="Say without a GPU whether a model fits into so much memory, under which plan, at which price in time, and "
+    "with which batch size. Everything it says is an estimate.",
+)(plan_command.plan)
 
 
 def examples_folder() -> Path:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy.sparse import csr_matrix
@@ -22,6 +23,8 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 from lightning_remat.planning.trace import NEED, SAVE, Trace
 
 _ALL = 2**30
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(slots=True)
@@ -94,6 +97,7 @@ class Cuts:
         self.copied = np.asarray([graph.overwritten[o] for o in self.free], dtype=bool)
         source, sink = 2 * count, 2 * count + 1  # x: 0 ... count-1, y: count ... 2·count-1
         edges = [(i, count + i) for i in range(count)] + [(count + i, sink) for i in range(count)]
+        edges += [(i, sink) for i in range(count)]
         edges += [(source, i) for o, i in number.items() if graph.demanded[o]]
         edges += [(count + i, number[u]) for o, i in number.items() for u in graph.reads[o] if u in number]
         # Edges with their reverses, so that flow and capacity have one and the same layout.
@@ -112,13 +116,22 @@ class Cuts:
 
     def cheapest(self, price: float, room: float = 0.0) -> set[int]:
         """The ops to replay if a byte kept costs ``price`` seconds, and a byte that a replay makes ``room`` seconds."""
+        return self.solve(price * self.nbytes, self.seconds + room * self.nbytes, np.zeros(self.count))
+
+    def solve(self, keep: Floats, replay: Floats, need: Floats) -> set[int]:
+        """The ops to replay, at costs in seconds for each op of ``free``.
+
+        Args:
+            keep: of keeping its outputs.
+            replay: of running it again.
+            need: of having its outputs in backward at all, kept or not.
+        """
         count = self.count
         if not count:
             return set()
-        keep = np.where(self.copied, np.inf, price * self.nbytes)
-        replay = self.seconds + room * self.nbytes
         costs = np.full(2 * self.edges, np.inf)
-        costs[:count], costs[count : 2 * count] = keep, replay
+        costs[:count] = np.where(self.copied, np.inf, keep)
+        costs[count : 2 * count], costs[2 * count : 3 * count] = replay, need
         costs[self.edges :] = 0
         finite = np.isfinite(costs)
         scale = (_ALL - self.edges) / costs[finite].sum()

@@ -7,14 +7,21 @@ whole step, and then polished: ops are taken out of the plan as long as it fits.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from time import perf_counter
 
 from lightning_remat.errors import BudgetError
 from lightning_remat.planning.plan import Candidate, PlanResult, judged
+from lightning_remat.planning.polish import Polish
+from lightning_remat.planning.pricing import Pricing
 from lightning_remat.planning.search import Search
 from lightning_remat.planning.simulator import simulate
 from lightning_remat.planning.trace import OTHER, Trace
 from lightning_remat.sizes import format_bytes
+
+_WORK = 400_000  # events to simulate in polishing: little beside what a plan is used for
+_SEEDS = 64  # plans from which polishing begins
+_LARGE = 300  # simulations; if there are fewer, the trace is large
+_AROUND_LARGE = (0.97, 1.03)
+_AROUND = (0.9, 0.94, 0.97, 1.0, 1.03, 1.06, 1.1)  # budgets for these, to the budget that was asked for
 
 
 class Planner:
@@ -28,12 +35,19 @@ class Planner:
         self.trace = trace
         self.plain = judged(trace, [False] * len(trace.ops))
         self.search = Search(trace)
+        # Plans to simulate in polishing: little beside what a plan is used for, and enough to try a lot on small traces.
+        self._events = max(1, len(trace.events))
+        self._work = _WORK / self._events
+        self._rounds = max(6, min(30, 60_000 // self._events))
+        self._bisected = self._sought = False
+        self._pricing = Pricing(self.search.layout, self.judge)
+        self._polish = Polish(trace, self.search.layout.graph)
         self.tried: dict[tuple[bool, ...], Candidate] = {self.plain.drop: self.plain}
 
     def result(
         self, budget_bytes: int, static_bytes: int = 0, static_parts: Mapping[str, int] | None = None
     ) -> PlanResult:
-        """The best plan within a budget, with the front that it is taken from.
+        """The best plan within a budget, and the front as far as it is known; :meth:`front` finds more of it.
 
         Args:
             budget_bytes: what a step may take, ``static_bytes`` included.
@@ -43,7 +57,7 @@ class Planner:
         Raises:
             BudgetError: no plan fits.
         """
-        front = self.front()
+        self._rough_smallest()
         chosen = self.within(budget_bytes - static_bytes)
         if chosen is None:
             raise self._too_small(budget_bytes, static_bytes, static_parts)
@@ -52,7 +66,7 @@ class Planner:
             static_bytes=static_bytes,
             budget_bytes=budget_bytes,
             chosen=chosen,
-            front=pareto([*front, *self.tried.values()]),
+            front=pareto(self.tried.values()),
             plain=self.plain,
         )
 
@@ -94,7 +108,7 @@ class Planner:
             return self.plain
         best = self._best_tried(budget)
         target = float(budget)
-        for _ in range(2 if rough else 5):
+        for _ in range(2 if rough else 4):
             drop = self.search.best(target)
             if drop is None:
                 break
@@ -102,44 +116,71 @@ class Planner:
             if found.peak_bytes <= budget and (best is None or found.extra_seconds < best.extra_seconds):
                 best = found
             slack = budget - found.peak_bytes
-            if abs(slack) <= budget * 0.002:
+            if abs(slack) <= budget * 0.004:
                 break
             # The search does not see everything that the simulator does: aim lower, or higher.
             target += slack if slack < 0 else slack / 2
-        return best if best is None or rough else self.polish(best, budget)
+        if rough:
+            return best
+        priced = self._pricing.search(budget, self._rounds)
+        if priced is not None and (best is None or priced.extra_seconds < best.extra_seconds):
+            best = priced
+        seeds = self._seeds(budget)
+        found = self._polish.within(seeds, budget, self._work)
+        if found is None and best is None:
+            found = self._polish.fitting([self.smallest().drop, *seeds], budget, self._work)
+        if found is not None:
+            self.judge(found)
+        return self._best_tried(budget)
+
+    def _seeds(self, budget: int) -> list[tuple[bool, ...]]:
+        """Plans from which to polish: those that are nearly as good as the best one, or a little too large."""
+        for share in _AROUND if self._work > _LARGE else _AROUND_LARGE:
+            drop = self.search.best(share * budget)
+            if drop is not None:
+                self.judge(drop)
+
+        def worth(c: Candidate) -> tuple[float, float]:
+            return c.extra_seconds * max(1.0, c.peak_bytes / budget) ** 4, c.peak_bytes
+
+        near = sorted(self.tried.values(), key=worth)[: _SEEDS if self._work > _LARGE else _SEEDS // 4]
+        fitting = self._best_tried(budget)
+        return [c.drop for c in near] if fitting is None else [fitting.drop, *(c.drop for c in near)]
 
     def _best_tried(self, budget: int) -> Candidate | None:
         fitting = [c for c in self.tried.values() if c.peak_bytes <= budget]
         return min(fitting, key=lambda c: (c.extra_seconds, c.peak_bytes), default=None)
 
-    def polish(self, candidate: Candidate, budget: int, seconds: float | None = None) -> Candidate:
-        """Keep what need not be dropped: single ops, dearest first, as long as the plan fits and time is left."""
-        ops = self.trace.ops
-        until = perf_counter() + (seconds if seconds is not None else 1e-4 * len(ops))
-        best = candidate
-        order = sorted((o for o, d in enumerate(best.drop) if d), key=lambda o: -ops[o].seconds)
-        for o in order:
-            if perf_counter() > until:
-                break
-            drop = list(best.drop)
-            drop[o] = False
-            found = self.judge(drop)
-            if found.peak_bytes <= budget and found.extra_seconds < best.extra_seconds:
-                best = found
-        return best
-
     def smallest(self) -> Candidate:
-        """The plan with the smallest peak that the search finds."""
-        low, high = 0.0, float(self.plain.peak_bytes)
-        for _ in range(12):
-            middle = (low + high) / 2
-            drop = self.search.best(middle)
-            if drop is None:
-                low = middle
-            else:
-                self.judge(drop)
-                high = middle
+        """The plan with the smallest peak that was found."""
+        if not self._sought:
+            self._sought = True
+            best: Candidate | None = self._rough_smallest()
+            while best is not None:
+                target = int(best.peak_bytes * 0.97)
+                drop = self._polish.fitting(self._least(_SEEDS), target, self._work)
+                best = None if drop is None else self.judge(drop)
+        return self._least_tried()
+
+    def _rough_smallest(self) -> Candidate:
+        """The same as far as the search over segments goes."""
+        if not self._bisected:
+            self._bisected = True
+            low, high = 0.0, float(self.plain.peak_bytes)
+            for _ in range(7):
+                middle = (low + high) / 2
+                drop = self.search.best(middle)
+                if drop is None:
+                    low = middle
+                else:
+                    high = min(middle, float(self.judge(drop).peak_bytes))
+        return self._least_tried()
+
+    def _least_tried(self) -> Candidate:
         return min(self.tried.values(), key=lambda c: (c.peak_bytes, c.extra_seconds))
+
+    def _least(self, count: int) -> list[tuple[bool, ...]]:
+        return [c.drop for c in sorted(self.tried.values(), key=lambda c: (c.peak_bytes, c.extra_seconds))[:count]]
 
     def front(self, count: int = 10) -> tuple[Candidate, ...]:
         """Candidates of which none is better than another in both respects, by rising peak."""

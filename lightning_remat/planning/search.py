@@ -15,7 +15,7 @@ import numpy as np
 from lightning_remat.planning.segments import Item, Layout, Segment, find_cuts, interval_kinds, layout_of, levels_around
 from lightning_remat.planning.trace import Trace
 
-_LABELS = 96  # states kept at each cut
+_LABELS = 64  # states kept at each cut
 _STEPS = 12  # minimum cuts along the hull of one segment
 _WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # segments, in intervals between neighbouring cuts
 
@@ -124,10 +124,11 @@ class Search:
 
 def _front(kept: np.ndarray, time: np.ndarray) -> np.ndarray:
     """Indices of states that no other one beats in both, at most _LABELS of them, by rising bytes."""
-    order = np.lexsort((time, kept))
+    order = np.argsort(kept, kind="stable")
     best = np.minimum.accumulate(time[order])
-    falls = np.concatenate(([True], best[1:] < best[:-1]))
-    front = order[falls]
+    front = order[np.concatenate(([True], best[1:] < best[:-1]))]
+    # Of equal bytes, the last has the least time.
+    front = front[np.concatenate((kept[front[1:]] > kept[front[:-1]], [True]))]
     if len(front) > _LABELS:
         # The fastest of each bucket, and the smallest of all.
         edges = np.linspace(kept[front[0]], kept[front[-1]], _LABELS)

@@ -15,7 +15,7 @@ import numpy as np
 
 from lightning_remat.planning.graph import Cuts, Graph, graph_of
 from lightning_remat.planning.simulator import Simulator
-from lightning_remat.planning.trace import FREE, NEED, OTHER, RELEASE, RUN, SAVE, Event, Trace, TraceOp
+from lightning_remat.planning.trace import EXIT, FREE, NEED, OTHER, RELEASE, RUN, SAVE, Event, Trace, TraceOp
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Layout:
         others: bytes of OTHER events so far, before each event and at the end.
         turn: first event in which backward asks for something.
         crossing: for each place between ops, bytes that are made before it and read after it.
-        last_reader: for each op, the last op that reads its outputs (itself if none does).
+        last_reader: for each op, the last op that may run again and reads its outputs (itself if none does).
         slot_op, slot_value: for each slot, the op after which it was saved, and its value.
         first_need: for each place between ops, the event with which backward enters what lies before it.
     """
@@ -90,11 +90,14 @@ def layout_of(trace: Trace) -> Layout:
     first_need = [end] * (count + 1)
     for cut in range(1, count + 1):
         first_need[cut] = min(first_need[cut - 1], needs[cut - 1])
+    # What backward never asks for, not even for the sake of something else, is never run again.
+    useful = list(graph.demanded)
     last_reader = list(range(count))
-    for o in range(count):
-        if graph.droppable[o]:
+    for o in range(count - 1, -1, -1):
+        if graph.droppable[o] and useful[o]:
             for u in graph.reads[o]:
-                last_reader[u] = o
+                useful[u] = True
+                last_reader[u] = max(last_reader[u], o)
     steps = np.zeros(count + 2, dtype=np.int64)
     for u in range(count):
         if graph.droppable[u] and last_reader[u] > u:
@@ -126,19 +129,14 @@ def find_cuts(layout: Layout, most: int) -> list[int]:
 
 
 def _narrow(cuts: list[int], crossing: np.ndarray) -> list[int]:
-    """Without places that are much wider than those around them: a border there would keep more than it is worth."""
-    while True:
-        sizes = [int(crossing[c]) for c in cuts]
-        wide = [
-            i
-            for i in range(len(cuts))
-            if any(sizes[i] > 1.5 * sizes[j] for j in (i - 1, i + 1) if 0 <= j < len(cuts))
-            and all(sizes[i] >= sizes[j] for j in (i - 1, i + 1) if 0 <= j < len(cuts))
-        ]
-        if not wide:
-            return cuts
-        gone = set(wide)
-        cuts = [c for i, c in enumerate(cuts) if i not in gone]
+    """Without places that are wider than some near them on either side: a border there would keep too much."""
+    sizes = [int(crossing[c]) for c in cuts]
+    found = []
+    for i, cut in enumerate(cuts):
+        before, after = sizes[max(0, i - 2) : i], sizes[i + 1 : i + 3]
+        if not (before and after and sizes[i] > 1.5 * max(min(before), min(after))):
+            found.append(cut)
+    return found
 
 
 def _ranges(layout: Layout, first: int, last: int) -> tuple[int, int, int, int]:
@@ -189,6 +187,8 @@ def interval_kinds(layout: Layout, cuts: Sequence[int]) -> list[int]:
                 events.append((kind, a, b))
             elif kind == FREE:
                 events.append((kind, makers[a] - first, 0))
+            elif kind == EXIT:
+                events.append((kind, 0, 0))
             else:
                 events.append((kind, layout.slot_op[a] - first, makers[layout.slot_value[a]] - first))
         kinds.append(numbers.setdefault((tuple(ops), tuple(events)), len(numbers)))
@@ -227,9 +227,11 @@ class Segment:
         self.forward += [
             (FREE, values[a], 0) for k, a, _ in trace.events[end : layout.turn] if k == FREE and a in values
         ]
+        self.forward.append((EXIT, 0, 0))
         # What crosses the border is held for those who read it, until backward comes back from there.
         held = [(slots.setdefault(-1 - o, len(slots)), v) for o in sorted(self.kept) for v in ops[o].outputs]
         self.forward = [(SAVE, slot, v) for slot, v in held] + self.forward
+        self.others = sum(b for kind, _, b in self.forward if kind == OTHER)
         self.backward = [(RELEASE, slot, 0) for slot, _ in held]
         self.backward += self._events(layout, trace.events[turn:stop], first, values, slots)
         numbers = sorted(values, key=values.__getitem__)
@@ -250,6 +252,8 @@ class Segment:
             elif kind == FREE:
                 if a in values:
                     found.append((FREE, values[a], 0))
+            elif kind == EXIT:
+                pass  # put at the end of every segment's forward
             elif layout.slot_value[a] in values and self.first <= layout.slot_op[a] < self.last:
                 number = slots.setdefault(a, len(slots))
                 found.append((kind, number, values[layout.slot_value[a]] if kind == SAVE else 0))
@@ -264,16 +268,10 @@ class Segment:
     def measure(self, replay: frozenset[int]) -> Item:
         """Simulate it under a plan."""
         simulator = Simulator(self.trace, [o in replay for o in range(len(self.trace.ops))])
-        others = 0
-        for kind, a, b in self.forward:
-            simulator.top = simulator.live
-            simulator.step(kind, a, b)
-            others += b if kind == OTHER else 0
+        simulator.play(self.forward)
         forward = simulator.peak
-        kept = simulator.live = simulator.peak = simulator.live - others
-        for kind, a, b in self.backward:
-            simulator.top = simulator.live
-            simulator.step(kind, a, b)
+        kept = simulator.live = simulator.peak = simulator.live - self.others
+        simulator.play(self.backward)
         seconds = sum(self.trace.ops[o].seconds for o in simulator.replayed)
         return Item(replay, kept, forward, simulator.peak, seconds)
 

@@ -11,9 +11,10 @@ depend a little on the plan; the allocator's fragmentation is not modelled.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-from lightning_remat.planning.trace import FREE, NEED, RELEASE, RUN, SAVE, Trace
+from lightning_remat.planning.trace import EXIT, FREE, NEED, OTHER, RELEASE, RUN, SAVE, Event, Trace
 
 
 @dataclass(slots=True)
@@ -53,11 +54,18 @@ _NOT_YET, _THERE, _ABSENT, _GONE = range(4)
 
 
 class Simulator:
-    """One run over a trace under one plan, event by event."""
+    """One run over a trace under one plan, event by event.
 
-    def __init__(self, trace: Trace, drop: Sequence[bool]) -> None:
+    Args:
+        trace: the step.
+        drop: for each op, whether its outputs are dropped.
+        kept: values that stay all the same: a border keeps one output of an op, and not the others.
+    """
+
+    def __init__(self, trace: Trace, drop: Sequence[bool], kept: AbstractSet[int] = frozenset()) -> None:
         self.trace = trace
         self.drop = drop
+        self.kept = kept
         values = len(trace.nbytes)
         self.live = 0
         self.peak = 0
@@ -73,13 +81,20 @@ class Simulator:
         self.record = [False] * len(trace.ops)
         self.pending = [0] * len(trace.ops)  # outputs that keep a record alive
         self.slot = [-1] * trace.slots
+        self.inside = True  # the step has not been left
         self.replayed: list[int] = []
+        self.when: dict[int, int] = {}  # the event in which each of them ran again
 
     def run(self, timeline: bool = False) -> Simulation:
         """Through all events."""
         levels: list[int] = []
         tops: list[int] = []
-        for now, (kind, a, b) in enumerate(self.trace.events):
+        if not timeline and type(self).step is Simulator.step and type(self)._reach is Simulator._reach:
+            self.play(self.trace.events)
+            events: Sequence[Event] = ()
+        else:
+            events = self.trace.events
+        for now, (kind, a, b) in enumerate(events):
             self.now = now
             self.top = self.live
             self.step(kind, a, b)
@@ -89,6 +104,42 @@ class Simulator:
         ops = self.trace.ops
         seconds = sum(ops[o].seconds for o in self.replayed)
         return Simulation(self.peak, self.where, seconds, self.replayed, levels, tops)
+
+    def play(self, events: Sequence[Event]) -> None:
+        """Many events, as :meth:`step` does them; what mostly happens is written out here, since it takes most time."""
+        state, saved, read, held, slot = self.state, self.saved, self.read, self.held, self.slot
+        nbytes = self.trace.nbytes
+        for now, (kind, a, b) in enumerate(events):
+            if kind == SAVE:
+                slot[a] = b
+                saved[b] += 1
+            elif kind == NEED:
+                value = slot[a]
+                if value >= 0 and state[value] == _ABSENT:
+                    self.now = now
+                    self.top = self.live
+                    self._restore(value)
+            elif kind == RELEASE:
+                value = slot[a]
+                if value >= 0:
+                    slot[a] = -1
+                    saved[value] -= 1
+                    if not (saved[value] or read[value]):
+                        if state[value] == _THERE and not held[value]:
+                            state[value] = _GONE
+                            self.live -= nbytes[value]
+                        else:
+                            self._settle(value)
+            elif kind == OTHER:
+                level = self.live + a
+                if level > self.peak:
+                    self.peak = level
+                    self.where = now
+                self.live += b
+            else:
+                self.now = now
+                self.top = self.live
+                self.step(kind, a, b)
 
     def step(self, kind: int, a: int, b: int) -> None:
         """One event."""
@@ -109,6 +160,8 @@ class Simulator:
                 self._settle(value)
         elif kind == FREE:
             self._let_go(a)
+        elif kind == EXIT:
+            self._exit()
         else:
             self._reach(self.live + a)
             self.live += b
@@ -129,7 +182,7 @@ class Simulator:
         old = op.writes
         if old >= 0:
             new = op.outputs[0]
-            drop = drop and dropped[old]
+            drop = dropped[new] = drop and dropped[old]
             held[new], held[old] = True, False  # the storage changes hands; its bytes are booked already
             if dropped[old]:
                 if drop:
@@ -140,14 +193,13 @@ class Simulator:
             else:
                 state[old] = _GONE
             state[new] = _ABSENT if drop else _THERE
-            dropped[new] = drop
             self._reach(self.live)
             return
         for v in op.outputs:
             self.live += nbytes[v]
             held[v] = True
-            dropped[v] = drop
-            state[v] = _ABSENT if drop else _THERE
+            dropped[v] = drop and v not in self.kept
+            state[v] = _ABSENT if dropped[v] else _THERE
         if drop:
             self._note(o)
         self._reach(self.live)
@@ -156,7 +208,7 @@ class Simulator:
         """Record an op: it holds what it reads."""
         op = self.trace.ops[o]
         self.record[o] = True
-        self.pending[o] = len(op.outputs)
+        self.pending[o] = sum(self.dropped[v] for v in op.outputs)
         self.live += op.state
         for u in op.inputs:
             self.read[u] += 1
@@ -170,6 +222,17 @@ class Simulator:
             self.live -= self.trace.nbytes[v]
         self._settle(v)
 
+    def _exit(self) -> None:
+        """From now on a dropped value cannot be asked for through the program's tensor any more."""
+        self.inside = False
+        for v, held in enumerate(self.held):
+            if held and self.dropped[v]:
+                self._settle(v)
+
+    def _shown(self, v: int) -> bool:
+        """Whether the program's tensor keeps a value, or the record that makes it, alive."""
+        return self.held[v] and (self.inside or not self.dropped[v])
+
     # ------------------------------------------------------------------ lives and deaths
 
     def _settle(self, v: int) -> None:
@@ -178,8 +241,8 @@ class Simulator:
         while stack:
             v = stack.pop()
             state = self.state[v]
-            # A dropped value that the program still shows can be asked for at any time to come.
-            if state in (_GONE, _NOT_YET) or self.saved[v] or self.read[v] or self.held[v]:
+            # Within the step a dropped value that the program still shows can be asked for at any time to come.
+            if state in (_GONE, _NOT_YET) or self.saved[v] or self.read[v] or self._shown(v):
                 continue
             self.state[v] = _GONE
             if state == _THERE:
@@ -218,6 +281,7 @@ class Simulator:
         for o in sorted(found):
             self._replay(o)
         self.replayed += found
+        self.when.update(dict.fromkeys(found, self.now))
 
     def _replay(self, o: int) -> None:
         op = self.trace.ops[o]
@@ -225,7 +289,7 @@ class Simulator:
         old = op.writes
         if old >= 0:
             new = op.outputs[0]
-            alone = self.dropped[old] and not self.saved[old] and self.read[old] == 1 and not self.held[old]
+            alone = self.dropped[old] and not self.saved[old] and self.read[old] == 1 and not self._shown(old)
             if alone:
                 self._reach(self.live + op.scratch)
                 state[old] = _GONE  # its memory is taken over

@@ -1,7 +1,7 @@
 """A trace: one training step as a list of ops, values and events, enough to foresee the same step under any plan.
 
 It holds no tensor and no function, only numbers and names: it can be stored, sent, and made on another machine. Three
-sources make one: a real step (`runtime/tracer.py`), a step on fake tensors (`planning/fake.py`), and tests by hand.
+sources make one: a real step (`runtime/tracer.py`), a step on fake tensors (`planning/fake/`), and tests by hand.
 
 Events stand in the order in which they happened, forward and backward alike:
 
@@ -13,6 +13,7 @@ FREE     value         the program (the user's variables, not autograd) let go o
 SAVE     slot, value   autograd saved a value; a slot is one saved tensor of one node
 NEED     slot          backward asks for what a slot holds
 RELEASE  slot          the node let go of the slot
+EXIT     none          the step was left: what nobody but the program's own tensors refers to is forgotten
 OTHER    top, net      memory that is nobody's value (gradients, workspaces, user tensors): the most that was there
                        above the level before this event, in bytes (NEVER: nothing was allocated), and what remained
 ======== ============= =====================================================================================
@@ -25,14 +26,14 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-RUN, FREE, SAVE, NEED, RELEASE, OTHER = range(6)
+RUN, FREE, SAVE, NEED, RELEASE, OTHER, EXIT = range(7)
 """Kinds of event."""
 
 NEVER = -(2**62)
 """``top`` of an OTHER event in which nothing was allocated."""
 
 Event = tuple[int, int, int]
-"""(kind, first operand, second operand or 0)."""
+"""(kind, first operand or 0, second operand or 0)."""
 
 
 @dataclass(slots=True)
@@ -72,7 +73,7 @@ class Trace:
 
     Attributes:
         ops: in order of execution.
-        nbytes: size of each value's storage. 0 for values that no plan can drop: their bytes are in OTHER events.
+        nbytes: size of each value's storage; 0 where its bytes are in OTHER events.
         makers: op that makes each value.
         events: see above.
         slots: number of slots.

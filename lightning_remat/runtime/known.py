@@ -148,9 +148,10 @@ class KnownSteps:
 
     @property
     def largest(self) -> Known | None:
-        """Of those that have a plan, the one that would take most memory without one."""
+        """Of those whose plan was followed (or else that have one), the one that would take most memory without."""
         planned = [known for known in self.all if known.result is not None]
-        return max(planned, key=lambda k: (k.nbytes, k.measured is not None, k.traced), default=None)
+        followed = [known for known in planned if known.measured is not None or known.extra_seconds is not None]
+        return max(followed or planned, key=lambda k: (k.nbytes, k.measured is not None, k.traced), default=None)
 
     def turn(self, known: Known, position: int, what: int | str) -> Known | None:
         """The entry for a step that began like ``known`` and has another op (name) or size at ``position``."""

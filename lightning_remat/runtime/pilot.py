@@ -26,7 +26,7 @@ from lightning_remat.engine.replay import Clock
 from lightning_remat.engine.tape import Tape
 from lightning_remat.errors import BudgetError
 from lightning_remat.planning.plan import PlanResult
-from lightning_remat.planning.planner import Planner
+from lightning_remat.planning.planner import Planner, pareto
 from lightning_remat.runtime.known import Known, KnownSteps
 from lightning_remat.runtime.measuring import Measurement, StepWatch
 from lightning_remat.runtime.memory import ProfilerBusy
@@ -341,6 +341,15 @@ class Pilot:
             known.correction *= measured.peak_bytes / predicted
             known.corrected += 1
             known.result = None
+
+    def whole_result(self) -> PlanResult | None:
+        """The plan for the largest step with the whole front, which takes a while to find; None before there is one."""
+        main = self.main
+        if main is None or main.result is None:
+            return None
+        if main.planner is not None:
+            main.result = replace(main.result, front=pareto([*main.planner.front(), main.result.chosen]))
+        return main.result
 
     @property
     def sentence(self) -> str:

@@ -231,12 +231,13 @@ class Remat:
         from lightning_remat.reporting.report import report_table
 
         main = self._pilot.main if isinstance(self._pilot, Pilot) else None
-        if main is not None and main.result is not None:
+        result = self._pilot.whole_result() if isinstance(self._pilot, Pilot) else None
+        if main is not None and result is not None:
             measured = main.measured
             return plan_report(
-                main.result,
+                result,
                 self.blocks,
-                measured_peak_bytes=None if measured is None else main.result.static_bytes + measured.peak_bytes,
+                measured_peak_bytes=None if measured is None else result.static_bytes + measured.peak_bytes,
                 measured_extra_seconds=main.extra_seconds,
                 static_parts=main.parts,
                 timeline=None if measured is None else measured.timeline,

@@ -8,7 +8,6 @@ A simulation of that plan therefore agrees with the measured step at every event
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence, Set
 from weakref import ref as weakref
 
@@ -18,10 +17,10 @@ from torch import Tensor
 from lightning_remat.engine.ledger import Ledger
 from lightning_remat.engine.replay import Clock
 from lightning_remat.planning.simulator import Simulator
-from lightning_remat.planning.trace import FREE, NEED, NEVER, OTHER, RUN, SAVE, Event, Trace
+from lightning_remat.planning.trace import FREE, NEED, NEVER, OTHER, RUN, Event, Trace
 from lightning_remat.runtime.measuring import StepWatch
 from lightning_remat.runtime.memory import PeakResult, Recorder
-from lightning_remat.runtime.tracing import TracingTape
+from lightning_remat.runtime.tracing import PROGRAM, TracingTape
 
 
 class Tracer(StepWatch):
@@ -80,12 +79,22 @@ class Tracer(StepWatch):
         trace = tape.trace
         raw = tape.raw[: self.recorder.marks]
         levels, tops, seconds = _between_marks(self.recorder, len(raw))
-        _fill_in(trace, raw, levels, tops, tape.drop(), tape.kept_values, tape.fills)
-        need = next((i for i, event in enumerate(raw) if event[0] == NEED), len(raw))
-        if raw:
-            trace.forward_seconds = seconds[min(need, len(raw) - 1)] - seconds[0]
-            trace.backward_seconds = max(0.0, seconds[-1] - seconds[min(need, len(raw) - 1)])
+        _fill_in(trace, raw, levels, tops, tape)
+        turn = next((i for i, event in enumerate(raw) if event[0] == NEED), len(raw))
+        trace.forward_seconds = seconds[turn] - seconds[0]
+        trace.backward_seconds = seconds[-1] - seconds[turn] - _replays(raw, seconds)
         return trace
+
+
+def _replays(raw: Sequence[Event], seconds: Sequence[float]) -> float:
+    """How long replays took: from the NEED that set one off to the OTHER that stands for its end."""
+    total = begin = 0.0
+    for i, (kind, _, _) in enumerate(raw):
+        if kind == NEED:
+            begin = seconds[i]
+        elif kind == OTHER:
+            total += seconds[i] - begin
+    return total
 
 
 def _between_marks(recorder: Recorder, count: int) -> tuple[list[int], list[int], list[float]]:
@@ -108,40 +117,36 @@ def _between_marks(recorder: Recorder, count: int) -> tuple[list[int], list[int]
     return levels, tops, seconds
 
 
-def _fill_in(
-    trace: Trace,
-    raw: Sequence[Event],
-    levels: Sequence[int],
-    tops: Sequence[int],
-    drop: Sequence[bool],
-    kept: set[int],
-    fills: set[int],
-) -> None:
+def _fill_in(trace: Trace, raw: Sequence[Event], levels: Sequence[int], tops: Sequence[int], tape: TracingTape) -> None:
     """Write the trace's events: the raw ones, with the memory of others in between."""
-    frees = _frees_of_kept(trace, raw, kept)
-    simulator = Simulator(trace, drop)
+    simulator = Simulator(trace, tape.drop(), tape.kept_values)
     events: list[Event] = []
     simulator.live = levels[0] if levels else 0
     if simulator.live:
         events.append((OTHER, simulator.live, simulator.live))
+    replaying = False
     for i, (kind, a, b) in enumerate(raw):
         replayed = len(simulator.replayed)
-        if kind == RUN and a in fills:
+        if kind == RUN and a in tape.fills:
             # From here on the memory is a value's, and no longer that of whoever allocated it.
             taken = sum(trace.nbytes[v] for v in trace.ops[a].outputs)
             _append_other(events, NEVER, -taken)
             simulator.live -= taken
-        if kind != OTHER and not (kind == FREE and a in kept):
+        if kind == FREE:
+            if b == PROGRAM or a not in tape.watched:
+                simulator.step(FREE, a, 0)
+                events.append((FREE, a, 0))
+        elif kind != OTHER:
             simulator.step(kind, a, b)
             events.append((kind, a, b))
-        for value in frees.get(i, ()):
-            simulator.step(FREE, value, 0)
-            events.append((FREE, value, 0))
-        top = NEVER
-        if len(simulator.replayed) == replayed and tops[i] > simulator.live:
-            top = tops[i] - simulator.live
-            if kind == RUN:
-                trace.ops[a].scratch = top
+        # What a replay allocates is not others', up to its end, which is a raw OTHER.
+        replaying = len(simulator.replayed) != replayed or (replaying and kind == FREE)
+        if replaying:
+            continue
+        top = tops[i] - simulator.live if tops[i] > simulator.live else NEVER
+        if kind == RUN:
+            # A random op that runs again puts the generator's present state aside.
+            trace.ops[a].scratch = max(top, 0) + trace.ops[a].state
         net = levels[i + 1] - simulator.live
         if top != NEVER or net:
             _append_other(events, top, net)
@@ -154,21 +159,3 @@ def _append_other(events: list[Event], top: int, net: int) -> None:
         _, before, moved = events.pop()
         top, net = max(before, top + moved if top != NEVER else NEVER), moved + net
     events.append((OTHER, top, net))
-
-
-def _frees_of_kept(trace: Trace, raw: Sequence[Event], kept: set[int]) -> dict[int, list[int]]:
-    """When the program lets go of values that this step kept: not to be seen, so taken to be their last use."""
-    last: dict[int, int] = {}
-    for i, (kind, a, b) in enumerate(raw):
-        if kind == RUN:
-            for v in (*trace.ops[a].inputs, *trace.ops[a].outputs):
-                last[v] = i
-            if trace.ops[a].writes >= 0:
-                last.pop(trace.ops[a].writes, None)
-        elif kind == SAVE:
-            last[b] = i
-    found: dict[int, list[int]] = defaultdict(list)
-    for value in kept:
-        if value in last:
-            found[last[value]].append(value)
-    return found

@@ -3,6 +3,13 @@
 The step is a step like any other: its results are exact, and it needs little memory, since all that is kept are block
 borders. Dropping everything is also what makes it tell most: a dropped value's storage dies when the *program* lets go
 of it, and every op that is replayed is timed a second time, warm.
+
+What is not dropped (block borders, results of factory functions) is held by recorded ops and by autograd, so that its
+storage lives on; there the end of the program's own tensor tells, for which the tape holds aliases of it instead.
+
+Known weaknesses: results of ops without gradient mode are no values, so other plans are taken to hold what this one's
+records held (too much, never too little); a program that holds nothing but a detached alias of a border seems to have
+let go of it, or to hold it longer; what ``create_graph=True`` saves inside the step is taken over as it was.
 """
 
 from __future__ import annotations
@@ -23,8 +30,12 @@ from lightning_remat.engine.ledger import Ledger, LedgerTape
 from lightning_remat.engine.planned import action_for, first_tensor
 from lightning_remat.engine.replay import Clock
 from lightning_remat.engine.rules import Rule, rule_for
+from lightning_remat.engine.store import alias
 from lightning_remat.engine.values import Blank, Op, Value
-from lightning_remat.planning.trace import FREE, NEED, OTHER, RELEASE, RUN, SAVE, Event, Trace, TraceOp
+from lightning_remat.planning.trace import EXIT, FREE, NEED, OTHER, RELEASE, RUN, SAVE, Event, Trace, TraceOp
+
+PROGRAM = 1
+"""In a raw FREE event of a value that was kept: the program let go of it. 0: its storage is gone."""
 
 _grad_enabled = torch.is_grad_enabled
 _next_number = torch._C._autograd._get_sequence_nr
@@ -38,6 +49,15 @@ class Slot:
     def __init__(self, number: int, packed: Any) -> None:
         self.number = number
         self.packed = packed
+
+
+class _Shown(weakref[Tensor]):
+    """A tensor of the program's, whose end is the program's letting go of a value."""
+
+    __slots__ = ("at", "value")
+
+    at: int
+    value: int
 
 
 class _Listener:
@@ -73,6 +93,7 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         raw: events so far. OTHER stands for the end of a replay here.
         functions: the overload of each op of the trace.
         kept_values: values that were kept after all.
+        watched: values whose storage we hold, so that its end does not say when the program lets go.
         fills: ops whose output lies in memory that was allocated before.
         open_slots: saved tensors that autograd still holds.
     """
@@ -90,6 +111,7 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         self.raw: list[Event] = []
         self.functions: list[Any] = []
         self.kept_values: set[int] = set()
+        self.watched: set[int] = set()
         self.fills: set[int] = set()
         self.open_slots: dict[Any, int] = {}
         self._mark = mark
@@ -97,6 +119,7 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         self._never = never
         self._table = ActionTable(counted)
         self._values: dict[Any, int] = {}  # storage -> value
+        self._shown: dict[int, _Shown] = {}  # by the tensor's identity: comparing tensors would be an op
         self._last: Op | None = None
         self._moving = False
         self._of_op: dict[int, int] = {}  # the tape's op -> ours
@@ -105,7 +128,6 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         self._nodes: dict[int, int] = {}  # number of an autograd node -> the op that it belongs to
         self._saved_by: list[int] = []  # for each slot, such a number
         self._readers: dict[int, tuple[int, int]] = {}  # parameter -> the last op that reads it, its bytes
-        self._slot_values: list[int] = []  # for each slot, its value
         self.observers.append(_Listener(self))
         self._wait: Callable[[], None] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
 
@@ -168,9 +190,25 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
                 for t in out if isinstance(out, (tuple, list)) else (out,):
                     if isinstance(t, Tensor):
                         self.keep(t)
-        elif not rule.moves:
+        elif rule.form == "write":
             entry.outputs, entry.writes = self._overwritten(rule, args, kwargs, out, o)
+        else:
+            entry.outputs = self._stays(o, flat, out)
         return out
+
+    def _stays(self, o: int, inputs: list[Tensor], out: Any) -> tuple[int, ...]:
+        """The outputs of an op that no plan drops: recorded ops that read them hold them longer than others do."""
+        found = []
+        try:
+            known = {weakref(t.untyped_storage()) for t in inputs}
+            for t in _tensors([out]):
+                key = weakref(t.untyped_storage())
+                if key not in known and key not in self._values:
+                    found.append(self._new(t, o))
+                    self._watch(t, found[-1])
+        except (NotImplementedError, RuntimeError):
+            pass  # a sparse tensor, or one without memory: its bytes remain those of others
+        return tuple(found)
 
     def _take_last(self) -> Op | None:
         last, self._last = self._last, None
@@ -183,6 +221,9 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
             entry.state = op.extra[2][1].nbytes
         if op.args and op.args[0].__class__ is Blank:
             self.fills.add(o)
+            before = self._value_of(args[0])
+            if before is not None:
+                self.trace.nbytes[before] = 0  # by now they are taken for the memory of others
             entry.outputs = (self._new(args[0], o),)
         elif op.extra is not None and op.extra[1] is not None and op.extra[1].form == "write":
             key = weakref(args[0].untyped_storage())
@@ -225,6 +266,8 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
                 if o >= 0 and writes < 0:
                     writes = value
                     outputs = (self._rename(key, t, o),)
+                    if value in self.watched:
+                        self._watch(t, outputs[0])
                 else:
                     del self._values[key]
                     self._event(FREE, value)
@@ -246,8 +289,29 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         number = self._value_of(tensor)
         if number is not None:
             self.kept_values.add(number)
+            self._watch(tensor, number)
             if self._moving:
                 self.trace.ops[self.trace.makers[number]].droppable = False
+
+    def _watch(self, tensor: Tensor, value: int) -> None:
+        """Look out for the end of a tensor, or of its base, which every view of it holds on to."""
+        self.watched.add(value)
+        base = tensor if tensor._base is None else tensor._base
+        found = self._shown.get(id(base))
+        if found is None:
+            found = self._shown[id(base)] = _Shown(base, self._let_go)
+            found.at = id(base)
+        found.value = value
+
+    def _let_go(self, shown: Any) -> None:
+        if self._shown.pop(shown.at, None) is not None:
+            self._event(FREE, shown.value, PROGRAM)
+
+    def _leaf_ref(self, tensor: Tensor, storage: Any) -> Any:
+        # What has no history is held as it is otherwise, and would not show when the program lets go of it.
+        if not tensor.requires_grad and weakref(storage) in self._values:
+            tensor = alias(tensor)
+        return super()._leaf_ref(tensor, storage)
 
     # ------------------------------------------------------------------ autograd's side
 
@@ -257,11 +321,13 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         value = self._value_of(tensor)
         if value is None or packed.__class__ is not tuple:
             return packed
+        if packed[0] is tensor:
+            with torch._C._DisableTorchDispatch():
+                packed = (alias(tensor), packed[1])  # the tensor is to die when the program lets go of it
         slot = Slot(self.trace.slots, packed)
         self.trace.slots += 1
         self._event(SAVE, slot.number, value)
         self._saved_by.append(_next_number())
-        self._slot_values.append(value)
         self.open_slots[weakref(slot, self._released)] = slot.number
         return slot
 
@@ -291,26 +357,14 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
     # ------------------------------------------------------------------ the end
 
     def clear(self) -> None:
-        """The step has been left: what no backward can ask for is no value any more, although the user may hold it.
-
-        That is the loss, most of all: as a value it would hold the ops that made it, and all that they read.
-        """
-        needed: set[int] = set()
-        stack = [self._slot_values[slot] for slot in self.open_slots.values()]
-        while stack:
-            value = stack.pop()
-            if value not in needed:
-                needed.add(value)
-                stack += self.trace.ops[self.trace.makers[value]].inputs
-        for key, value in list(self._values.items()):
-            if value not in needed:
-                del self._values[key]
-                self._event(FREE, value)
+        """The step was left."""
         super().clear()
+        self._event(EXIT)
 
     def close(self) -> None:
         """Hold on to nothing of the step any more."""
         self.observers.clear()
+        self._shown.clear()
         self._values.clear()
         self.open_slots.clear()
         self._last = None
@@ -335,9 +389,9 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
             entry.seconds = median(again or first)
 
     def drop(self) -> list[bool]:
-        """The plan that this step ran under."""
+        """The plan that this step ran under, but for ``kept_values``."""
         kept = self.kept_values
-        return [op.droppable and not any(v in kept for v in op.outputs) for op in self.trace.ops]
+        return [op.droppable and not all(v in kept for v in op.outputs) for op in self.trace.ops]
 
 
 def _tensors(items: Any) -> Iterator[Tensor]:

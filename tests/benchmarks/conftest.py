@@ -1,3 +1,5 @@
 """The benchmarks are scripts with their own folder on the path; pytest must not import them to look for doctests."""
 
-collect_ignore = ["models.py", "peak_memory.py", "step_time.py"]
+from pathlib import Path
+
+collect_ignore = [file.name for file in Path(__file__).parent.glob("*.py") if not file.name.startswith("test_")]

@@ -156,14 +156,16 @@ class Variant:
     name: str
     run_block: RunBlock = call
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    installed: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """What is set up before, and undone after, a row of steps; it is not part of their time."""
     peer: str | None = None
     """For ours: the variant it is to be compared with."""
 
-    def forward(self, model: nn.Module, batch: Tensor) -> Tensor:
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
         with self.around():
-            return model(batch, self.run_block)
+            return model(batch) if self.run_block is call else model(batch, self.run_block)
 
-    def step(self, model: nn.Module, batch: Tensor) -> None:
+    def step(self, model: nn.Module, batch: Any) -> None:
         self.forward(model, batch).backward()
 
 
@@ -197,22 +199,50 @@ def ours_with_list(peer: Variant, *, borders: bool = True) -> Variant:
     return Variant(name=name, around=lambda: engine, peer=peer.name)
 
 
-def check_equal(variants: list[Variant], model: nn.Module, batch: Tensor) -> None:
+@contextmanager
+def buffers_restored(model: nn.Module) -> Iterator[None]:
+    """Leave a model's buffers as they were, running statistics above all, so that the next one starts from the same."""
+    before = [b.clone() for b in model.buffers()]
+    yield
+    with torch.no_grad():
+        for buffer, value in zip(model.buffers(), before, strict=True):
+            buffer.copy_(value)
+
+
+def outcome(variant: Variant, model: nn.Module, batch: Any) -> dict[str, list[Tensor]]:
+    """What a step from a fixed seed leaves behind, by kind. The model ends without gradients, its buffers as before."""
+    torch.manual_seed(1)
+    with buffers_restored(model), variant.installed():
+        loss = variant.forward(model, batch)
+        loss.backward()
+        found = {
+            "loss": [loss.detach()],
+            "gradients": [p.grad for p in model.parameters() if p.grad is not None],
+            "buffers": [b.clone() for b in model.buffers()],
+            "random state": [torch.get_rng_state()],
+        }
+    model.zero_grad()
+    return found
+
+
+def differences(expected: dict[str, list[Tensor]], found: dict[str, list[Tensor]]) -> list[str]:
+    """Kinds in which two outcomes are not equal in every bit."""
+    return [
+        kind
+        for kind, tensors in expected.items()
+        if len(tensors) != len(found[kind]) or not all(map(torch.equal, tensors, found[kind]))
+    ]
+
+
+def check_equal(variants: list[Variant], model: nn.Module, batch: Any) -> None:
     """Raise unless every variant gives the loss and the gradients of the first one, bit for bit.
 
     Leaves the model without gradients.
     """
-    expected: list[Tensor] = []
-    for variant in variants:
-        torch.manual_seed(1)
-        loss = variant.forward(model, batch)
-        loss.backward()
-        found = [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
-        found.append(torch.get_rng_state())
-        model.zero_grad()
-        expected = expected or found
-        if len(found) != len(expected) or not all(map(torch.equal, found, expected)):
-            raise SystemExit(f"{variant.name}: loss, gradients or random state differ from those of {variants[0].name}")
+    expected = outcome(variants[0], model, batch)
+    for variant in variants[1:]:
+        if different := differences(expected, outcome(variant, model, batch)):
+            raise SystemExit(f"{variant.name}: {', '.join(different)} differ from those of {variants[0].name}")
 
 
 def environment() -> dict[str, Any]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,42 +38,18 @@ from models import (
     tokens_for,
 )
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
-from torch import Tensor, nn
-
-WARM_UP = 3
+from rounds import Seconds, interleaved
 
 
-def interleaved(
-    variants: list[Variant], model: nn.Module, batch: Tensor, rounds: int, in_a_row: int
-) -> dict[str, list[tuple[float, float]]]:
-    """Processor seconds of forward and of backward of each variant, per round: of the last of ``in_a_row`` steps."""
-    found: dict[str, list[tuple[float, float]]] = {variant.name: [] for variant in variants}
-    for turn in track(range(-WARM_UP, rounds), description="rounds", transient=True):
-        first = turn % len(variants)
-        for variant in variants[first:] + variants[:first]:
-            for _ in range(in_a_row):
-                started = time.process_time()
-                loss = variant.forward(model, batch)
-                middle = time.process_time()
-                loss.backward()
-                del loss  # the end of the graph, and of what a tape has attached to it, is part of the step
-                ended = time.process_time()
-                model.zero_grad()
-            if turn >= 0:
-                found[variant.name].append((middle - started, ended - middle))
-    return found
-
-
-def summary(variants: list[Variant], times: dict[str, list[tuple[float, float]]], parts: int) -> list[dict[str, Any]]:
+def summary(variants: list[Variant], times: dict[str, list[Seconds]], parts: int) -> list[dict[str, Any]]:
     """Medians in seconds over ``parts`` (the number of blocks, or 1), with ratios of the totals."""
-    totals = {name: statistics.median(f + b for f, b in pairs) for name, pairs in times.items()}
+    totals = {name: statistics.median(s.processor for s in steps) for name, steps in times.items()}
     return [
         {
             "variant": variant.name,
-            "forward_s": statistics.median(f for f, _ in times[variant.name]) / parts,
-            "backward_s": statistics.median(b for _, b in times[variant.name]) / parts,
+            "forward_s": statistics.median(s.forward for s in times[variant.name]) / parts,
+            "backward_s": statistics.median(s.backward for s in times[variant.name]) / parts,
             "total_s": totals[variant.name] / parts,
             "of_plain": totals[variant.name] / totals[PLAIN.name],
             "peer": variant.peer,

@@ -10,18 +10,25 @@ from typing import Any
 
 import pytest
 
+from tests.benchmarks import optimality
+
 HERE = Path(__file__).parent
-SMALL = ["--blocks", "2", "--width", "32", "--context", "16", "--batch", "2"]
+SMALL = ("--blocks", "2", "--width", "32", "--context", "16", "--batch", "2")
 
 
-def run(monkeypatch: pytest.MonkeyPatch, script: str, folder: Path, *args: str) -> dict[str, Any]:
+def run(
+    monkeypatch: pytest.MonkeyPatch, script: str, folder: Path, *args: str, small: tuple[str, ...] = SMALL
+) -> dict[str, Any]:
     """Run a benchmark on a small model; returns its JSON."""
     monkeypatch.syspath_prepend(HERE)
-    monkeypatch.delitem(sys.modules, "models", raising=False)  # a name that other code may use, too
-    monkeypatch.setattr(sys, "argv", [script, *SMALL, *args, "--json", str(folder / "out.json")])
+    siblings = [file.stem for file in HERE.glob("*.py")]  # names that other code may use, too
+    for name in siblings:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "argv", [script, *small, *args, "--json", str(folder / "out.json")])
     with pytest.raises(SystemExit) as leaving:
         runpy.run_path(str(HERE / script), run_name="__main__")
-    sys.modules.pop("models", None)
+    for name in siblings:
+        sys.modules.pop(name, None)
     assert not leaving.value.code
     return json.loads((folder / "out.json").read_text())
 
@@ -45,3 +52,68 @@ def test_step_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert {"plain", "torch checkpoint", "torch selective", "remat full"} <= {row["variant"] for row in steps["rows"]}
     assert {"pass-through mode", "remat selective"} <= {row["variant"] for row in host["rows"]}
     assert all(row["total_s"] > 0 for result in written["results"] for row in result["rows"])
+
+
+@pytest.mark.parametrize("model", ["gpt", "llama", "gpt2", "resnet"])
+def test_peers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: str) -> None:
+    """Peers that need no package of their own run on every model, and ours is exact at the peak of each."""
+    picture = tmp_path / "plot.svg"
+    # The compiler takes minutes.
+    args = ["--model", model, "--rounds", "1", "--in-a-row", "1", "--no-compiler", "--plot", str(picture)]
+    written = run(monkeypatch, "peers.py", tmp_path, *args)
+
+    peers = {row["variant"]: row for row in written["peers"]}
+    assert {"checkpoint per block", "selective, torchtitan's rule", "selective, all matmuls", "2 segments"} <= set(
+        peers
+    )
+    assert ("Hugging Face's switch" in peers) == (model in ("llama", "gpt2"))
+    assert not any(row["different"] for row in written["ours"])
+    for row in peers.values():
+        # Normalisation that is run again counts a batch twice, and nothing else changes.
+        assert row["different"] == (["buffers"] if model == "resnet" else []), row["variant"]
+    assert "<svg" in picture.read_text()
+
+
+def test_peers_grid(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Budgets fall from plain's peak to where nothing fits; ours is exact, and within each."""
+    args = ["--grid", "--grid-step", "0.2", "--rounds", "1", "--in-a-row", "1"]
+    written = run(monkeypatch, "peers.py", tmp_path, *args)
+
+    allowed = [row["allowed_bytes"] / written["plain"]["peak_bytes"] for row in written["ours"]]
+    assert allowed[:2] == pytest.approx([1, 0.8], abs=0.01)
+    assert all(row["peak_bytes"] <= row["allowed_bytes"] for row in written["ours"])
+    assert "no plan" in written["notes"][0]
+    assert not any(row["different"] for row in written["ours"])
+
+
+def test_optimality(tmp_path: Path) -> None:
+    """The planner is never better than the optimum, and both say what they took."""
+    optimality.main(model=["unet"], count=2, limit=60, randoms=2, json_file=tmp_path / "out.json")
+
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert len(written["rows"]) == 2
+    for row in written["rows"] + written["random"]:
+        assert row["bound_s"] == row["optimum_s"]
+        assert row["planner_s"] is None or row["planner_s"] >= row["optimum_s"] * (1 - 1e-9)
+
+
+def test_budgets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A budget is kept and its peak foreseen, nothing differs by a bit, and so it is with a random plan."""
+    chosen = ("--tiny", "--model", "resnet", "--share", "0.75", "--random", "1")
+    written = run(monkeypatch, "budgets.py", tmp_path, small=chosen)
+
+    assert written["faults"] == []
+    (row,), (smallest,), (plans,) = written["budgets"], written["smallest"], written["random"]
+    assert row["measured_bytes"] <= 0.75 * row["plain_bytes"]
+    assert smallest["measured_bytes"] < smallest["full_bytes"]
+    assert plans["lowest"] == pytest.approx(1, abs=0.02)
+
+
+def test_planning_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A trace has a record for every op, and planning takes some time."""
+    written = run(monkeypatch, "planning_time.py", tmp_path, small=("--blocks", "2"))
+
+    (row,) = written["rows"]
+    assert row["records"] > 50
+    assert row["events"] > 3 * row["records"]
+    assert row["planning_seconds"]["0.75"] > 0

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 import lightning_remat
+from lightning_remat.planning.planfile import PlanFile
 
 EXAMPLES = Path(lightning_remat.__file__).parent.parent / "examples"
 DEMO = ["--size", "tiny", "--steps", "3", "--device", "cpu"]
@@ -42,7 +43,7 @@ def rows(output: str, *policies: str) -> dict[str, str]:
 def test_every_script_is_tested() -> None:
     """A new example gets a test here; the rest are modules that the examples import."""
     scripts = {path.name for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text()}
-    assert scripts == {"demo_gpt.py", "plain_pytorch.py", "lightning_selective.py"}
+    assert scripts == {"byte_budget.py", "demo_gpt.py", "plain_pytorch.py", "lightning_selective.py"}
 
 
 def test_demo_compares_policies_and_finds_no_difference(
@@ -146,3 +147,14 @@ def test_plain_pytorch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 def test_lightning_selective(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "lightning_selective.py") == 0
     assert "gpt.blocks.*.mlp.1" in capsys.readouterr().out
+
+
+def test_byte_budget(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The plan fits, the losses are those of plain training, and report and plan are written."""
+    assert run(monkeypatch, "byte_budget.py") == 0
+
+    output = capsys.readouterr().out
+    assert "losses equal: True; within the budget: True" in output
+    assert "Recomputation plan: peak" in output
+    assert "<html" in Path("plan.html").read_text()
+    assert PlanFile.load("plan.json").names

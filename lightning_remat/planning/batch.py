@@ -88,7 +88,7 @@ class _Run:
 
     def _rows(self, drops: Rows) -> list[Rows | None]:
         """Which plans really drop each op; None where none does."""
-        some = drops.any(axis=1)
+        some = drops.any(axis=1).tolist()
         found: list[Rows | None] = []
         for o, op in enumerate(self.trace.ops):
             row: Rows | None = drops[o] if op.droppable and some[o] and op.outputs else None

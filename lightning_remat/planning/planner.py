@@ -126,11 +126,11 @@ class Planner:
         if priced is not None and (best is None or priced.extra_seconds < best.extra_seconds):
             best = priced
         seeds = self._seeds(budget)
-        found = self._polish.within(seeds, budget, self._work)
-        if found is None and best is None:
-            found = self._polish.fitting([self.smallest().drop, *seeds], budget, self._work)
-        if found is not None:
-            self.judge(found)
+        polished = self._polish.within(seeds, budget, self._work)
+        if polished is None and best is None:
+            polished = self._polish.fitting([self.smallest().drop, *seeds], budget, self._work)
+        if polished is not None:
+            self.judge(polished)
         return self._best_tried(budget)
 
     def _seeds(self, budget: int) -> list[tuple[bool, ...]]:

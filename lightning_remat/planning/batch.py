@@ -88,10 +88,10 @@ class _Run:
 
     def _rows(self, drops: Rows) -> list[Rows | None]:
         """Which plans really drop each op; None where none does."""
-        some = drops.any(axis=1)
+        some = set(np.flatnonzero(drops.any(axis=1)).tolist())
         found: list[Rows | None] = []
         for o, op in enumerate(self.trace.ops):
-            row: Rows | None = drops[o] if op.droppable and some[o] and op.outputs else None
+            row: Rows | None = drops[o] if op.droppable and o in some and op.outputs else None
             if row is not None and op.writes >= 0:
                 old = found[self.trace.makers[op.writes]]
                 row = None if old is None else row & old

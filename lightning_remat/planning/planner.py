@@ -1,7 +1,7 @@
 """The planner: a budget in, the plan with the least extra time out.
 
 Candidates come from :class:`~lightning_remat.planning.search.Search`; each is judged by the simulator, which knows the
-whole step, and then polished: ops are taken out of the plan as long as it fits.
+whole step, and then polished: see :class:`~lightning_remat.planning.polish.Polish`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from lightning_remat.planning.simulator import simulate
 from lightning_remat.planning.trace import OTHER, Trace
 from lightning_remat.sizes import format_bytes
 
-_WORK = 400_000  # events to simulate in polishing: little beside what a plan is used for
+_WORK = 700_000  # events to simulate in polishing: little beside what a plan is used for
 _SEEDS = 64  # plans from which polishing begins
-_LARGE = 300  # simulations; if there are fewer, the trace is large
+_LARGE = 500  # simulations; if there are fewer, the trace is large
 _AROUND_LARGE = (0.97, 1.03)
 _AROUND = (0.9, 0.94, 0.97, 1.0, 1.03, 1.06, 1.1)  # budgets for these, to the budget that was asked for
 
@@ -35,10 +35,10 @@ class Planner:
         self.trace = trace
         self.plain = judged(trace, [False] * len(trace.ops))
         self.search = Search(trace)
-        # Plans to simulate in polishing: little beside what a plan is used for, and enough to try a lot on small traces.
-        self._events = max(1, len(trace.events))
-        self._work = _WORK / self._events
-        self._rounds = max(6, min(30, 60_000 // self._events))
+        # In plans to simulate and in minimum cuts: little beside what a plan is used for, and a lot on small traces.
+        events = max(1, len(trace.events))
+        self._work = _WORK / events
+        self._rounds = max(6, min(30, 60_000 // events))
         self._bisected = self._sought = False
         self._pricing = Pricing(self.search.layout, self.judge)
         self._polish = Polish(trace, self.search.layout.graph)
@@ -126,11 +126,11 @@ class Planner:
         if priced is not None and (best is None or priced.extra_seconds < best.extra_seconds):
             best = priced
         seeds = self._seeds(budget)
-        found = self._polish.within(seeds, budget, self._work)
-        if found is None and best is None:
-            found = self._polish.fitting([self.smallest().drop, *seeds], budget, self._work)
-        if found is not None:
-            self.judge(found)
+        polished = self._polish.within(seeds, budget, self._work)
+        if polished is None and best is None:
+            polished = self._polish.fitting([self.smallest().drop, *seeds], budget, self._work)
+        if polished is not None:
+            self.judge(polished)
         return self._best_tried(budget)
 
     def _seeds(self, budget: int) -> list[tuple[bool, ...]]:
@@ -143,7 +143,9 @@ class Planner:
         def worth(c: Candidate) -> tuple[float, float]:
             return c.extra_seconds * max(1.0, c.peak_bytes / budget) ** 4, c.peak_bytes
 
-        near = sorted(self.tried.values(), key=worth)[: _SEEDS if self._work > _LARGE else _SEEDS // 4]
+        # Of plans that come to the same, one.
+        alike = {(c.extra_seconds, c.peak_bytes): c for c in self.tried.values()}
+        near = sorted(alike.values(), key=worth)[: _SEEDS if self._work > _LARGE else _SEEDS // 4]
         fitting = self._best_tried(budget)
         return [c.drop for c in near] if fitting is None else [fitting.drop, *(c.drop for c in near)]
 
@@ -155,11 +157,13 @@ class Planner:
         """The plan with the smallest peak that was found."""
         if not self._sought:
             self._sought = True
-            best: Candidate | None = self._rough_smallest()
-            while best is not None:
-                target = int(best.peak_bytes * 0.97)
-                drop = self._polish.fitting(self._least(_SEEDS), target, self._work)
-                best = None if drop is None else self.judge(drop)
+            least = self._rough_smallest()
+            for share in (0.97, 0.99, 0.995):
+                while least.peak_bytes:
+                    drop = self._polish.fitting(self._least(_SEEDS), int(least.peak_bytes * share), self._work)
+                    if drop is None:
+                        break
+                    least = self.judge(drop)
         return self._least_tried()
 
     def _rough_smallest(self) -> Candidate:

@@ -20,10 +20,10 @@ from lightning_remat.planning.trace import Trace
 
 Plan = tuple[bool, ...]
 
-_PRICES = (1.0, 2.0, 4.0, 8.0)  # what a byte too much costs, in units of what it has cost so far to save one
+_PRICES = (0.5, 1.0, 2.0, 4.0)  # what a byte too much costs, in units of what it has cost so far to save one
 _FEW = 220  # up to so many choices, each is tried in each plan
 _WIDTH = 64  # plans that are changed at a time
-_BROAD = 6000  # changes that are tried at a time, about
+_BROAD = 3000  # changes that are tried at a time, about
 _EVENTS = 12_000_000  # and no more than this, times events
 _STALE = 20  # times in a row without anything better, after which the search ends
 _STORED = 20_000_000  # entries of plans that are remembered
@@ -41,6 +41,7 @@ class Polish:
     def __init__(self, trace: Trace, graph: Graph) -> None:
         self.trace = trace
         self.batch = Batch(trace)
+        self.plain = int(self.batch.run(np.zeros((len(trace.ops), 1), dtype=bool), 0).peak[0])
         self.choices = np.asarray([o for o, droppable in enumerate(graph.droppable) if droppable], dtype=np.int64)
         # What is written in place can be dropped only together with what was there before.
         self.under: dict[int, list[int]] = {}
@@ -175,7 +176,7 @@ class _Pool:
         moves = len(polish.choices) if not polish.kinds else 10 * len(polish.kinds)
         broad = min(_BROAD, _EVENTS // max(1, len(polish.trace.events)))
         self.width = max(1, min(_WIDTH, broad // moves))
-        self.saved = max(1, sum(polish.trace.nbytes) - budget)
+        self.saved = max(1, polish.plain - budget)
 
     def add(self, plans: Rows) -> None:
         """Judge those that are new."""
@@ -231,7 +232,7 @@ class _Pool:
         return np.asarray(chosen, dtype=np.int64)
 
     def _cheapest(self, cost: Floats, count: int) -> list[int]:
-        some = min(4 * count, len(cost) - 1)
+        some = min(20 * count, len(cost) - 1)
         near = np.argpartition(cost, some)[: some + 1]
         found: list[int] = []
         met = set()

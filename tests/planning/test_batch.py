@@ -57,8 +57,8 @@ def test_more_memory_never_takes_more_time(name: str) -> None:
     """Neither from one planner nor from one for each budget."""
     trace = MODELS[name]()
     shared = Planner(trace)
-    budgets = [int(shared.plain.peak_bytes * share) for share in (0.7, 0.78, 0.86, 1)]
-    for planners in ([shared] * 4, [Planner(trace) for _ in budgets]):
+    budgets = [int(shared.plain.peak_bytes * share) for share in (0.7, 0.85, 1)]
+    for planners in ([shared] * 3, [Planner(trace) for _ in budgets]):
         found = [p.result(b).chosen.extra_seconds for p, b in zip(planners, budgets, strict=True)]
         assert all(after <= before * (1 + 1e-9) for before, after in pairwise(found))
         assert found[0] > found[-1] == 0

@@ -111,9 +111,9 @@ def exact(name: str) -> tuple[Model, list[int]]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("step", [1, 3, 5, 7, 9])
+@pytest.mark.parametrize("step", [2, 5, 8])
 def test_planner_is_close_to_the_optimum(name: str, step: int) -> None:
-    """Five of the ten budgets."""
+    """Three of the ten budgets."""
     model, ten = exact(name)
     budget = ten[step]
     best = least_time(model, budget)

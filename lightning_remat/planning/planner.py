@@ -74,8 +74,10 @@ class Planner:
         smallest = self.smallest()
         need = static + smallest.peak_bytes
         makeup = [f"{name} {format_bytes(size)}" for name, size in (parts or {"static memory": static}).items() if size]
-        run = simulate(self.trace, smallest.drop, timeline=True)
-        others = sum(b for kind, _, b in self.trace.events[: run.peak_event] if kind == OTHER)
+        peak_event = simulate(self.trace, smallest.drop).peak_event
+        others = sum(net for kind, _, net in self.trace.events[:peak_event] if kind == OTHER)
+        kind, top, _ = self.trace.events[peak_event] if self.trace.events else (OTHER, 0, 0)
+        others = max(0, others + (max(0, top) if kind == OTHER else 0))
         largest = max(self.trace.ops, key=lambda op: op.scratch + sum(self.trace.nbytes[v] for v in op.outputs))
         size = largest.scratch + sum(self.trace.nbytes[v] for v in largest.outputs)
         makeup.append(f"gradients and other memory of the step {format_bytes(others)}")
@@ -83,7 +85,7 @@ class Planner:
         where = f" in {largest.module}" if largest.module else ""
         return BudgetError(
             f"budget={format_bytes(budget)} is not feasible: the smallest peak of any plan found is "
-            f"{format_bytes(need)} ({', '.join(makeup)}; the largest single op, {largest.name}{where}, takes "
+            f"{format_bytes(need)}, {need:,} bytes ({', '.join(makeup)}; the largest single op, {largest.name}{where}, takes "
             f"{format_bytes(size)}). Raise the budget to that, or use a smaller batch or shorter sequences.",
             budget,
             need,

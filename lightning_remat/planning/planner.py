@@ -85,8 +85,8 @@ class Planner:
         where = f" in {largest.module}" if largest.module else ""
         return BudgetError(
             f"budget={format_bytes(budget)} is not feasible: the smallest peak of any plan found is "
-            f"{format_bytes(need)}, {need:,} bytes ({', '.join(makeup)}; the largest single op, {largest.name}{where}, takes "
-            f"{format_bytes(size)}). Raise the budget to that, or use a smaller batch or shorter sequences.",
+            f"{format_bytes(need)}, {need:,} bytes ({', '.join(makeup)}; the largest single op, {largest.name}{where}, "
+            f"takes {format_bytes(size)}). Raise the budget to that, or use a smaller batch or shorter sequences.",
             budget,
             need,
         )

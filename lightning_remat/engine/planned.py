@@ -66,6 +66,7 @@ class PlannedTape(Tape):  # type: ignore[no-untyped-call]  # torch's __init_subc
         on_other_op: asked for a new script when another op comes than expected; (position, name) -> script or None.
         on_other_size: the same for another size; (position, elements) -> script or None.
         fallback: table for ops that no script knows.
+        keeping: table for what runs out of gradient mode.
         kept: names of ops whose results are never dropped, whatever a script says.
         seen: elements of each op's first output since a careful script came into force.
         lost: no script fits any more; the fallback holds for the rest of the step.
@@ -82,6 +83,7 @@ class PlannedTape(Tape):  # type: ignore[no-untyped-call]  # torch's __init_subc
         self.seen: list[int] = []
         self.lost = False
         self.table = ActionTable(counted)
+        self.keeping = ActionTable(KEEP_ALL.action)
 
     def start(self, script: Script) -> None:
         """Begin a step under a script."""
@@ -108,7 +110,10 @@ class PlannedTape(Tape):  # type: ignore[no-untyped-call]  # torch's __init_subc
             return self._dispatch_rest(action, func, args, kwargs or {})
         if not _grad_enabled():
             # Nothing is dropped, but a write must still save what recorded ops read.
-            return self.act(action_for(rule_for(func), False), func, args, kwargs)
+            keeping = self.keeping.get(id(func))
+            if keeping is None:
+                keeping = self.keeping[id(func)] = self.keeping.make(rule_for(func))
+            return self.act(keeping, func, args, kwargs)
         position = self.position
         self.position = position + 1
         try:

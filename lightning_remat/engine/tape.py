@@ -107,7 +107,7 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         return self._dispatch_rest(action, func, args, kwargs or {})
 
     def act(self, action: int, func: Any, args: Any, kwargs: Any) -> Any:
-        """What :meth:`__torch_dispatch__` does for a given action."""
+        """What :meth:`__torch_dispatch__` does for a given action; written out there, since a call costs a frame."""
         if action == PASS:
             return func._op(*args, **kwargs) if kwargs else func._op(*args)
         if action == RECORD:

@@ -119,7 +119,7 @@ def device_of(roots: Iterable[nn.Module]) -> torch.device:
     for root in roots:
         for p in root.parameters():
             return p.device
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 

@@ -223,7 +223,7 @@ def training_step_of(module: nn.Module) -> Step | None:
     count = len(inspect.signature(own).parameters) - 1
 
     def step(copy: nn.Module, batch: Any) -> Any:
-        out = copy.training_step(batch, 0) if count > 1 else copy.training_step(batch)  # type: ignore[operator]
+        out = copy.training_step(batch, 0) if count > 1 else copy.training_step(batch)  # type: ignore[operator]  # Lightning's
         return out["loss"] if isinstance(out, Mapping) else out
 
     return step

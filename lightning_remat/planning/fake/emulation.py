@@ -80,11 +80,11 @@ def _dropout(data: Tensor, p: float, train: bool) -> Tensor:
         return data
     if p == 1:
         return data * 0
-    return _aten.native_dropout(data, p, True)[0]  # type: ignore[no-any-return]
+    return _aten.native_dropout(data, p, True)[0]  # type: ignore[no-any-return]  # ops have no types
 
 
 def _rms_norm(data: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    return _aten._fused_rms_norm(data, shape, weight, eps)[0]  # type: ignore[no-any-return]
+    return _aten._fused_rms_norm(data, shape, weight, eps)[0]  # type: ignore[no-any-return]  # ops have no types
 
 
 def _attention(
@@ -106,7 +106,7 @@ def _attention(
             query, key, value = (torch.nn.functional.pad(t, (0, padding)) for t in (query, key, value))
         scale = scale if scale is not None else width**-0.5
         out = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-        return out[..., :width] if padding else out  # type: ignore[no-any-return]
+        return out[..., :width] if padding else out  # type: ignore[no-any-return]  # ops have no types
     if simple and not enable_gqa and query.dtype in (*_HALF, torch.float32):
         if attn_mask is not None and attn_mask.dtype is torch.bool:
             nothing = torch.zeros((), dtype=query.dtype, device=query.device)
@@ -114,10 +114,10 @@ def _attention(
         if attn_mask is not None:
             attn_mask = attn_mask.expand(*query.shape[:2], query.shape[2], key.shape[2])
         grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-        return _aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
+        return _aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]  # ops have no types
             query, key, value, attn_mask, grad, dropout_p, is_causal, scale=scale
         )[0]
-    return _aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
+    return _aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]  # ops have no types
         query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
     )[0]
 

@@ -142,7 +142,7 @@ def trace_of(step: Step, model: nn.Module, batch: Any, mode: FakeTensorMode, dev
                         "gradient."
                     )
                 meter.leave_step()
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()  # type: ignore[no-untyped-call]  # torch's
                 del loss
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise ConfigurationError(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_remat.errors import ConfigurationError
 from lightning_remat.integrations.bases import NAMESPACES, Recomputing, check_options, resolve_base, strategies_of
+from lightning_remat.integrations.guard import Guard, explain
 from lightning_remat.runtime.session import Remat
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class RematStrategy(Recomputing, _Base):
             retries=retries,
             verify_every_n_steps=verify_every_n_steps,
         )
+        self._guard = Guard(self.remat)
         if base_class is None:
             self._settings = (base, _namespace)
             self._base_options = options
@@ -104,16 +106,22 @@ class RematStrategy(Recomputing, _Base):
         if fit:
             # Again: by now the precision plugin or SyncBatchNorm may have put other modules in place of some.
             self.remat.bind(self.lightning_module)  # type: ignore[arg-type]
+            self._guard.install(trainer)
             if self.is_global_zero:
                 log.info(self.remat.summary)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The base's training step, recorded."""
-        with self.remat:
-            return super().training_step(*args, **kwargs)
+        return self._guard.training_step(super().training_step, *args, **kwargs)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Training ends by an error: if it was out of memory, say why that was not got over."""
+        explain(exception)
+        super().on_exception(exception)
 
     def teardown(self) -> None:
         """Training ends, also by an exception: nothing is counted any more."""
+        self._guard.remove()
         self.remat.close()
         super().teardown()
 
@@ -191,7 +199,7 @@ def _settle(strategy: Any) -> None:
     check_options(base, [base_class], options)
     strategy.__dict__.clear()
     strategy.__class__ = strategy_class(base_class)
-    strategy.remat = given["remat"]
+    strategy.remat, strategy._guard = given["remat"], given["_guard"]
     base_class.__init__(strategy, **options)  # type: ignore[misc]
     for name in ("_accelerator", "_precision_plugin", "_checkpoint_io"):
         if given.get(name) is not None:

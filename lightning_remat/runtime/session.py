@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
+from torch.optim.optimizer import Optimizer
 
 from lightning_remat.engine import (
     generators,
@@ -45,15 +47,20 @@ from lightning_remat.runtime import from_file, known, measuring, memory, pilot, 
 from lightning_remat.runtime.binding import Binding
 from lightning_remat.runtime.counters import Counters
 from lightning_remat.runtime.discovery import Discovery
+from lightning_remat.runtime.fallback import Fallback, Fixed
 from lightning_remat.runtime.from_file import FilePilot
 from lightning_remat.runtime.pilot import Pilot
+from lightning_remat.runtime.retry import Retry, Undo
 from lightning_remat.runtime.settings import checked, table_for
+from lightning_remat.runtime.snapshot import Snapshot
 from lightning_remat.runtime.tracing import TracingTape
 
 if TYPE_CHECKING:
     from lightning_remat.planning.plan import PlanResult
     from lightning_remat.reporting.plan_report import PlanReport
     from lightning_remat.reporting.report import Report
+
+T = TypeVar("T")
 
 log = logging.getLogger("lightning_remat")
 
@@ -137,6 +144,8 @@ class Remat:
         }
         self._settings = checked(policy, budget, blocks, offload, verify, margin, retries, verify_every_n_steps)
         self.counters = Counters()
+        self.retry = Retry(self._settings.retries, self.counters)
+        self.fixed: Fixed | None = None
         if self._settings.plan_path is not None:
             self._options["policy"] = os.path.abspath(self._settings.plan_path)  # for a copy in another folder
         self._policy = self._settings.policy
@@ -306,6 +315,80 @@ class Remat:
         """Stop what is being counted, if anything is: strategies call this when training ends. It may go on later."""
         if self._pilot is not None:
             self._pilot.close()
+
+    # ------------------------------------------------------------------ out of memory
+
+    def attempt(self, step: Callable[[], T], *changes: nn.Module | Optimizer) -> T:
+        """Run a training step of a plain loop so that running out of memory loses no batch.
+
+        Args:
+            step: forward (under this context) and backward; called again if memory runs out, after everything that it
+                changed has been put back. It may step optimizers.
+            changes: the models and optimizers that the step changes. Gradients, buffers, random streams (PyTorch's,
+                Python's, NumPy's), metrics and plain attributes of modules are put back, and what optimizers have done.
+
+        Returns:
+            What ``step`` returned.
+
+        Raises:
+            NoMemoryLeft: it does not fit, whatever is done; the models are as before the step.
+
+        Example:
+            >>> import torch
+            >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 1))
+            >>> remat = Remat()
+            >>> def step():
+            ...     with remat:
+            ...         loss = model(torch.ones(2, 4)).square().mean()
+            ...     loss.backward()
+            ...     return loss.item()
+            >>> loss = remat.attempt(step, model)
+        """
+        modules = [c for c in changes if isinstance(c, nn.Module)]
+        optimizers = [c for c in changes if not isinstance(c, nn.Module)]
+        return self.run(step, self.undo(modules, optimizers, manual=bool(optimizers)))
+
+    def run(
+        self,
+        step: Callable[[], T],
+        undo: Sequence[Undo],
+        *,
+        deferred: bool = False,
+        ours: Callable[[BaseException], bool] = lambda error: True,
+    ) -> T:
+        """What :meth:`attempt` does, for trainers; see :meth:`~lightning_remat.runtime.retry.Retry.run`."""
+        return self.retry.run(step, Fallback(self), undo, deferred=deferred, ours=ours)
+
+    def undo(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer] = (), *, manual: bool) -> list[Undo]:
+        """All that a step changes in these; ``manual``: it steps optimizers, too."""
+        return [Snapshot(modules, optimizers, manual=manual)]
+
+    @property
+    def pilot(self) -> Pilot | FilePilot | None:
+        """Who chooses the tape under ``policy="auto"`` or a plan file."""
+        return self._pilot
+
+    @property
+    def binding(self) -> Binding:
+        """The model, and where in it which policy holds."""
+        return self._binding
+
+    @property
+    def policy_in_force(self) -> Policy:
+        """What steps run under that no pilot chooses a tape for."""
+        return self._policy
+
+    def put_in_force(self, policy: Policy, binding: Binding | None = None) -> None:
+        """From the next step on another policy holds."""
+        if binding is None:
+            binding = self._new_binding(policy)
+            if self._binding.bound:
+                for root in self._binding.roots:
+                    binding.bind(root)
+        self._binding, self._policy = binding, policy
+
+    def press(self) -> None:
+        """Memory ran out: from now on, be ready for it."""
 
     # ------------------------------------------------------------------ a step
 

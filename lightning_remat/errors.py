@@ -4,7 +4,8 @@ RematError
 ├── ConfigurationError (also a ValueError)   an option that cannot work: raised before the first step
 │   ├── BudgetError                          no plan fits into the budget
 │   └── PlanFileError                        a plan file that cannot be read or written
-└── ReplayError (also a RuntimeError)        a dropped value cannot be computed again as it was
+├── ReplayError (also a RuntimeError)        a dropped value cannot be computed again as it was
+└── RestoreError (also a RuntimeError)       what a failed step changed cannot be put back; nothing was
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ class PlanFileError(ConfigurationError):
 
 class ReplayError(RematError, RuntimeError):
     """A value that backward needs was dropped and can no longer be computed exactly as it was."""
+
+
+class RestoreError(RematError, RuntimeError):
+    """What a failed step changed cannot be put back as it was, so it must not be run again; nothing was put back."""
 
 
 MODIFIED = (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +13,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.aggregation import CatMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision
 
+from lightning_remat.errors import RestoreError
 from lightning_remat.runtime.snapshot import Snapshot
+from lightning_remat.runtime.snapshot_parts.tensors import SMALL
 from tests.helpers.bits import difference_in_bits, random_streams
 from tests.helpers.seed import seed_everything
 
@@ -271,3 +275,388 @@ def test_gradients_after_a_failure_in_backward(way: str, fails: list[int], told:
         return look(model)
 
     assert difference_in_bits(train(None), train(fails)) == []
+
+
+def test_a_gradient_that_was_there_is_added_to_once_and_its_object_stays() -> None:
+    model = Stack()
+    model(X).backward()
+    weight = model.layers[2].weight
+    gradient = weight.grad
+    snapshot = Snapshot([model])
+    snapshot.take()
+    with pytest.raises(Stop):
+        model(X, 1).backward()
+    snapshot.restore()
+    assert weight.grad is None  # aside
+    model(X).backward()
+    snapshot.release()
+    assert weight.grad is gradient
+
+
+def test_a_gradient_that_was_put_aside_comes_back_if_no_try_follows() -> None:
+    model = Stack()
+    model(X).backward()
+    snapshot = Snapshot([model])
+    snapshot.take()
+    model(X).backward()
+    snapshot.restore()
+    snapshot.release()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_gradients_that_grad_reads_are_not_taken_for_added_ones() -> None:
+    """autograd.grad runs hooks on parameters without adding to their gradients."""
+
+    def train(fails: list[Any]) -> Any:
+        seed_everything()
+        model = Stack()
+        model(X).backward()
+        snapshot = Snapshot([model])
+
+        def step(fail: Any) -> None:
+            loss = model(X)
+            torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+            if fail == "grad":
+                raise Stop
+            loss.backward()
+            if fail:
+                raise Stop
+
+        run(step, fails, snapshot)
+        return look(model)
+
+    plain = train([])
+    assert difference_in_bits(plain, train(["grad"])) == []
+    assert difference_in_bits(plain, train(["end", "grad", "end"])) == []
+
+
+def test_sparse_gradients() -> None:
+    def train(fails: list[Any]) -> Any:
+        seed_everything()
+        model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
+        snapshot = Snapshot([model])
+        ids = torch.tensor([1, 3, 3])
+
+        def step(fail: Any) -> None:
+            model(ids).square().sum().backward()
+            if fail:
+                raise Stop
+
+        for _ in range(3):
+            run(step, fails, snapshot)
+        return model[0].weight.grad.to_dense(), model[1].weight.grad
+
+    assert difference_in_bits(train([]), train([True, True])) == []
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")  # about a cycle, which the test undoes
+def test_create_graph_over_a_gradient_is_refused() -> None:
+    model = nn.Linear(3, 1)
+    model(torch.ones(2, 3)).sum().backward()
+    snapshot = Snapshot([model])
+    snapshot.take()
+    model(torch.ones(2, 3)).square().sum().backward(create_graph=True)
+    with pytest.raises(RestoreError, match="create_graph"):
+        snapshot.restore()
+    snapshot.release()
+    model.zero_grad()  # PyTorch's advice: gradient and parameter would hold one another
+
+
+def test_a_gradient_changed_by_others_is_refused() -> None:
+    model = Stack()
+    model(X).backward()
+    for told in (False, True):
+        snapshot = Snapshot([model], told=told)
+        snapshot.take()
+        snapshot.backward_begins()
+        model(X).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        before = look(model)
+        with pytest.raises(RestoreError, match="earlier batch"):
+            snapshot.restore()
+        assert difference_in_bits(before, look(model)) == []
+        snapshot.release()
+
+
+def test_a_backward_that_was_not_told_of_is_refused() -> None:
+    model = Stack()
+    model(X).backward()
+    snapshot = Snapshot([model], told=True)
+    snapshot.take()
+    model(X).backward()
+    with pytest.raises(RestoreError, match="earlier batch"):
+        snapshot.restore()
+
+
+def test_an_optimizer_in_backward_is_refused() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: optimizer.step())
+    snapshot = Snapshot([model], [optimizer])
+    snapshot.take()
+    model(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(RestoreError, match="a parameter"):
+        snapshot.restore()
+    snapshot.release()
+
+
+class Large(nn.Module):
+    """A large buffer that a step writes to now and then, and a teacher that follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(SMALL // 4 + 1))
+        self.teacher = nn.Linear(2, 2).requires_grad_(False)
+        self.state = torch.zeros(SMALL // 4 + 1)
+
+    def forward(self, name: str) -> None:
+        with torch.no_grad():
+            {"queue": self.queue, "teacher": self.teacher.weight, "state": self.state}[name].add_(1)
+
+
+@pytest.mark.parametrize("name", ["queue", "teacher", "state"])
+def test_what_is_large_is_copied_once_it_was_seen_to_change(name: str) -> None:
+    model = Large()
+    snapshot = Snapshot([model])
+    snapshot.take()
+    snapshot.restore()  # nothing has changed
+    model(name)
+    with pytest.raises(RestoreError, match="was written to in the step"):
+        snapshot.restore()
+    snapshot.release()
+    for _ in range(2):
+        snapshot.take()
+        before = look(model)
+        model(name)
+        snapshot.restore()
+        assert difference_in_bits(before, look(model)) == []
+        model(name)
+        snapshot.release()
+
+
+def test_what_is_large_and_does_not_change_is_not_copied() -> None:
+    model = Large()
+    snapshot = Snapshot([model])
+    for _ in range(3):
+        snapshot.take()
+        model.teacher(torch.ones(1, 2))
+        snapshot.release()
+    assert sum(t.numel() for t in snapshot._guard._copied._copies) == 0
+
+
+def live_bytes(model: nn.Module) -> int:
+    """Of all tensors that Python knows, gradients included (which it knows once somebody has looked)."""
+    gc.collect()
+    gradients = [p.grad for p in model.parameters()]
+    seen = {}
+    for o in gc.get_objects():
+        if type(o) in (Tensor, nn.Parameter):
+            seen[o.untyped_storage()._cdata] = o.untyped_storage().nbytes()
+    del gradients
+    return sum(seen.values())
+
+
+def test_a_snapshot_holds_its_copies_and_nothing_else() -> None:
+    model = nn.Sequential(nn.Linear(300, 300), nn.BatchNorm1d(300))
+    model.register_buffer("mask", torch.zeros(SMALL + 4))
+    x = torch.ones(2, 300)
+    model(x).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    copies = sum(b.untyped_storage().nbytes() for b in model[1].buffers())
+    snapshot = Snapshot([model], [optimizer])
+    before = live_bytes(model)
+    for _ in range(3):
+        snapshot.take()
+        assert live_bytes(model) - before == copies + torch.get_rng_state().numel()
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        snapshot.release()
+        assert live_bytes(model) - before == copies
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_gradient_is_gone_when_the_step_lets_go_of_it(told: bool) -> None:
+    model = nn.Linear(300, 300)
+    snapshot = Snapshot([model], told=told)
+    for _ in range(2):
+        model(torch.ones(1, 300)).sum().backward()
+        alive = weakref.ref(model.weight.grad)
+        snapshot.take()
+        model.zero_grad()
+        assert alive() is None
+        snapshot.release()
+
+
+def test_attributes_are_not_kept_alive() -> None:
+    class Keeps(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            self.features = x * 2
+            self.pair = (x * 3, x * 4)
+            return self.features
+
+    model = Keeps()
+    x = torch.ones(SMALL, requires_grad=True)
+    model(x)
+    snapshot = Snapshot([model])
+    snapshot.take()
+    alive = weakref.ref(model.features), weakref.ref(model.pair[0])
+    model(x)
+    assert alive[0]() is None
+    assert alive[1]() is None
+    with pytest.raises(RestoreError, match="features"):
+        snapshot.restore()
+    snapshot.release()
+
+
+def test_a_stored_result_with_history_comes_back_without_it_and_says_so() -> None:
+    class Keeps(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            self.loss = (x * 2).sum()
+            return self.loss
+
+    model, x = Keeps(), torch.ones(3, requires_grad=True)
+    model(x)
+    snapshot = Snapshot([model])
+    snapshot.take()
+    model(x * 5)
+    snapshot.restore()
+    assert model.loss.detach().item() == 6
+    with pytest.raises(RuntimeError, match="history"):
+        (model.loss * 2).backward()
+    snapshot.release()
+
+
+def test_long_containers() -> None:
+    model = nn.Linear(1, 1)
+    model.long, model.map, model.queue = list(range(1000)), dict.fromkeys(range(1000), 0), deque(range(1000), 1000)
+    snapshot = Snapshot([model])
+    snapshot.take()
+    model.long.append(1), model.map.update({3: 4, 2000: 1}), model.queue.append(7)
+    snapshot.restore()
+    assert model.long == list(range(1000))
+    assert model.map == dict.fromkeys(range(1000), 0)
+    assert list(model.queue) == list(range(1000))
+    model.long.clear()
+    with pytest.raises(RestoreError, match="long"):
+        snapshot.restore()
+
+
+def test_lists_of_metrics_may_be_long_and_are_cleared_in_a_step() -> None:
+    metric: Metric = CatMetric()
+    for i in range(600):
+        metric.update(float(i))
+    before = [float(v) for v in metric.value]
+    snapshot = Snapshot([metric])
+    snapshot.take()
+    metric(3.0)
+    metric.reset()
+    snapshot.restore()
+    assert [float(v) for v in metric.value] == before
+    assert metric._update_count == 600
+
+
+def test_a_new_submodule_and_a_new_parameter_are_removed() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    old = model[0].weight
+    snapshot = Snapshot([model])
+    snapshot.take()
+    model.add_module("more", nn.Linear(2, 2))
+    model[0].weight = nn.Parameter(torch.zeros(2, 2))
+    snapshot.restore()
+    assert list(model._modules) == ["0"]
+    assert model[0].weight is old
+
+
+def test_lazy_modules_are_refused() -> None:
+    model = nn.LazyLinear(2)
+    snapshot = Snapshot([model])
+    snapshot.take()
+    model(torch.ones(1, 3))
+    with pytest.raises(RestoreError, match="first step"):
+        snapshot.restore()
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("fails", [["a"], ["b"], ["c"], ["d"], ["d", "b", "a", "c", "d"]])
+def test_steps_of_optimizers_inside_the_step_are_undone(fails: list[str], scaled: bool) -> None:
+    def train(fails: list[str] | None) -> Any:
+        seed_everything()
+        model = nn.ModuleList([Stack(), Stack()])
+        first = torch.optim.AdamW(model[0].parameters(), lr=0.1, weight_decay=0.1)
+        second = torch.optim.SGD(model[1].parameters(), lr=torch.tensor(0.1), momentum=0.9)
+        plan = torch.optim.lr_scheduler.ExponentialLR(first, 0.5)
+        scaler = torch.amp.GradScaler("cpu", enabled=scaled, growth_interval=2)
+        snapshot = (
+            Snapshot([model], [first, second], manual=True, scalers=[scaler], schedulers=[plan])
+            if fails is not None
+            else None
+        )
+
+        def step(fail: str | None) -> None:
+            for i, optimizer in enumerate((first, second)):
+                if scaled:  # accumulated gradients that were unscaled in place are refused
+                    optimizer.zero_grad()
+                scaler.scale(model[i](X)).backward()
+                if fail == "ab"[i]:
+                    raise Stop
+                scaler.step(optimizer)
+                plan.step()
+                second.param_groups[0]["lr"].mul_(0.9)
+                if fail == "c":
+                    raise Stop
+                if i == 0:
+                    optimizer.zero_grad()
+            scaler.update()
+            if fail == "d" and snapshot is not None and not snapshot._stepping._usual:
+                raise Stop
+
+        for round in range(3):
+            if snapshot is None:
+                step(None)
+                continue
+            snapshot.take()
+            for fail in fails or []:
+                if fail == "d" and round:
+                    continue
+                with pytest.raises(Stop):
+                    step(fail)
+                snapshot.restore()
+            step(None)
+            snapshot.release()
+        return [look(model, [first, second]), scaler.state_dict(), plan.state_dict()]
+
+    assert difference_in_bits(train(None), train(fails)) == []
+
+
+def test_no_copy_before_the_last_step_of_a_batch_and_a_refusal_after_it() -> None:
+    model = Stack()
+    first, second = (torch.optim.SGD(model.layers[i].parameters(), lr=0.1) for i in (0, 1))
+    snapshot = Snapshot([model], [first, second], manual=True)
+    copied = []
+    for _ in range(2):
+        snapshot.take()
+        model(X).backward()
+        first.step()
+        second.step()
+        copied.append(len(snapshot._stepping._saved))
+        if len(copied) == 1:
+            snapshot.release()
+    assert copied == [2, 1]
+    with pytest.raises(RestoreError, match="last optimizer step"):
+        snapshot.restore()
+    snapshot.release()
+
+
+def test_a_snapshot_that_is_dropped_leaves_no_hook() -> None:
+    from torch.optim import optimizer as torch_optimizer
+
+    model = Stack()
+    model(X).backward()
+    before = len(torch_optimizer._global_optimizer_pre_hooks)
+    snapshot = Snapshot([model], [torch.optim.SGD(model.parameters(), lr=0.1)], manual=True)
+    snapshot.take()
+    assert not no_hooks(model)
+    del snapshot
+    assert no_hooks(model)
+    assert len(torch_optimizer._global_optimizer_pre_hooks) == before

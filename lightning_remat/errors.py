@@ -5,7 +5,8 @@ RematError
 │   ├── BudgetError                          no plan fits into the budget
 │   └── PlanFileError                        a plan file that cannot be read or written
 ├── NoMemoryLeft (also torch.OutOfMemoryError)  a step does not fit even under the plan that needs least
-└── ReplayError (also a RuntimeError)        a dropped value cannot be computed again as it was
+├── ReplayError (also a RuntimeError)        a dropped value cannot be computed again as it was
+└── RestoreError (also a RuntimeError)       what a failed step changed cannot be put back; nothing was
 """
 
 from __future__ import annotations
@@ -80,6 +81,10 @@ class NoMemoryLeft(RematError, torch.OutOfMemoryError):
 
 class ReplayError(RematError, RuntimeError):
     """A value that backward needs was dropped and can no longer be computed exactly as it was."""
+
+
+class RestoreError(RematError, RuntimeError):
+    """What a failed step changed cannot be put back as it was, so it must not be run again; nothing was put back."""
 
 
 MODIFIED = (

@@ -22,6 +22,7 @@ from lightning_remat.integrations.ranks import Replica, is_distributed, tell_oth
 from lightning_remat.runtime.exhausted import note_outside, with_note
 from lightning_remat.runtime.retry import Undo, comes_through
 from lightning_remat.runtime.session import Remat
+from lightning_remat.runtime.snapshot import Snapshot
 
 
 class Guard:
@@ -114,7 +115,13 @@ class Guard:
             trainer = self._trainer
             optimizers = [getattr(o, "optimizer", o) for o in trainer.strategy.optimizers]
             self._undo = [
-                *self.remat.undo([trainer.lightning_module], optimizers, manual=manual),
+                Snapshot(
+                    [trainer.lightning_module],
+                    optimizers,
+                    manual=manual,
+                    scalers=[s for s in (getattr(trainer.precision_plugin, "scaler", None),) if s is not None],
+                    schedulers=[config.scheduler for config in trainer.lr_scheduler_configs] if manual else (),
+                ),
                 LoopState(trainer),
             ]
             if self._replica is not None:
@@ -149,7 +156,7 @@ def explain(error: BaseException) -> None:
 
 
 class _Redirection:
-    """Lightning's way from a wrapper's forward to ``training_step``, with the tape where the module's own part begins."""
+    """Lightning's way from a wrapper's forward to ``training_step``, where the module's own part is recorded."""
 
     def __init__(self, guard: Guard, inner: Any) -> None:
         self._guard = guard

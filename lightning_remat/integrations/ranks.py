@@ -17,13 +17,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_remat.runtime.retry import Irreversible
-
 _KEY = "lightning_remat/out_of_memory"
 
 
 class Replica:
-    """A DistributedDataParallel wrapper as something that a step changes (:class:`~lightning_remat.runtime.retry.Undo`).
+    """A DistributedDataParallel wrapper, as something that a step changes: a part of what is undone.
 
     Args:
         model: the wrapper.
@@ -49,19 +47,17 @@ class Replica:
         reducer: Any = self.model.reducer
         self._used = reducer._get_local_used_map().clone() if self.model.find_unused_parameters else None
 
-    def restore(self) -> None:
-        """Make it ready for another forward of the same batch.
-
-        Raises:
-            Irreversible: a collective has been started, or the graph of the first step was to be noted.
-        """
+    def why_not(self) -> str | None:
+        """A collective has been started, or the graph of the first step was to be noted."""
         if _sequences() != self._sequences:
-            raise Irreversible(
-                "communication with the other processes had begun, and what this one has sent cannot be taken back"
-            )
+            return "communication with the other processes had begun, and what this one has sent cannot be taken back"
+        if self.model.static_graph and not self._reduced:
+            return "static_graph=True notes the graph of the first step, which cannot be done twice"
+        return None
+
+    def restore(self) -> None:
+        """Make it ready for another forward of the same batch."""
         model = self.model
-        if model.static_graph and not self._reduced:
-            raise Irreversible("static_graph=True notes the graph of the first step, which cannot be done twice")
         if model._has_rebuilt_buckets and not model.find_unused_parameters:
             self._rebuilt_here = True
         self._reset()

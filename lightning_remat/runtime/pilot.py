@@ -171,7 +171,7 @@ class Pilot:
     def __del__(self) -> None:
         self.close()
 
-    def tighten(self, asked):
+    def tighten(self, asked: int | None) -> str | None:
         return None
 
     def never_drop(self, op: str) -> None:

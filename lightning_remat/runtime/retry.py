@@ -24,22 +24,17 @@ log = logging.getLogger("lightning_remat")
 T = TypeVar("T")
 
 
-class Irreversible(Exception):
-    """A step cannot be undone; the message says why, as the end of a sentence."""
-
-
 class Undo(Protocol):
     """Something that a step changes."""
 
     def take(self) -> None:
         """Note what it is before the step."""
 
-    def restore(self) -> None:
-        """Put it back; may be called several times.
+    def why_not(self) -> str | None:
+        """Why it cannot be put back, as the end of a sentence; None: it can."""
 
-        Raises:
-            Irreversible: that is not possible.
-        """
+    def restore(self) -> None:
+        """Put it back; may be called several times."""
 
     def release(self) -> None:
         """The step went well: forget what was noted."""
@@ -136,36 +131,31 @@ class Retry:
                 asked = bytes_asked(error)
                 next_try = way.tighten(asked) if self._taken and tries <= self.retries else None
                 if next_try is None:
-                    why = None if self._taken else "memory ran out before the step itself had begun"
-                    raise self._end(way, error, tries, why) from error
+                    why = self._restore() if self._taken else "memory ran out before the step itself had begun"
+                    raise way.give_up(error, tries, why) from error
+                said = str(error)
                 # What is left of it holds the step's tensors: nothing is undone before it has gone.
             else:
                 if tries:
                     way.settled()
                 return result
             collect()
-            self._restore(way, tries)
+            why = self._restore()
+            if why is not None:
+                raise way.give_up(torch.OutOfMemoryError(said), tries, why) from None
             self.counters.retries += 1
             self.counters.retried_batches += tries == 1
             wanted = f" ({format_bytes(asked)} could not be had)" if asked else ""
             log.warning("out of memory in a training step%s: the same batch is run again, %s.", wanted, next_try)
 
-    def _restore(self, way: Way, tries: int) -> None:
-        try:
+    def _restore(self) -> str | None:
+        """Leave things as they were before the step; why that cannot be, and then nothing is changed."""
+        reasons = (part.why_not() for part in self._undo)
+        why = next((reason for reason in reasons if reason is not None), None)
+        if why is None:
             for part in self._undo:
                 part.restore()
-        except Irreversible as reason:
-            raise way.give_up(torch.OutOfMemoryError("out of memory"), tries, str(reason)) from None
-
-    def _end(self, way: Way, error: BaseException, tries: int, why: str | None) -> NoMemoryLeft:
-        """The step has failed for good; leave things as they were before it."""
-        if self._taken:
-            try:
-                for part in self._undo:
-                    part.restore()
-            except Irreversible as reason:
-                why = str(reason)
-        return way.give_up(error, tries, why)
+        return why
 
 
 def collect() -> None:

@@ -346,7 +346,7 @@ class Remat:
         """
         modules = [c for c in changes if isinstance(c, nn.Module)]
         optimizers = [c for c in changes if not isinstance(c, nn.Module)]
-        return self.run(step, self.undo(modules, optimizers, manual=bool(optimizers)))
+        return self.run(step, [Snapshot(modules, optimizers, manual=bool(optimizers))])
 
     def run(
         self,
@@ -358,10 +358,6 @@ class Remat:
     ) -> T:
         """What :meth:`attempt` does, for trainers; see :meth:`~lightning_remat.runtime.retry.Retry.run`."""
         return self.retry.run(step, Fallback(self), undo, deferred=deferred, ours=ours)
-
-    def undo(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer] = (), *, manual: bool) -> list[Undo]:
-        """All that a step changes in these; ``manual``: it steps optimizers, too."""
-        return [Snapshot(modules, optimizers, manual=manual)]
 
     @property
     def pilot(self) -> Pilot | FilePilot | None:

@@ -82,7 +82,8 @@ class Replica:
 def _sequences() -> dict[int, int]:
     """How many collectives this process has started in each group that counts them."""
     found: dict[int, int] = {}
-    for number, group in enumerate(list(dist.distributed_c10d._world.pg_map)):
+    groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
+    for number, group in enumerate(groups):
         try:
             found[number] = group._get_sequence_number_for_group()
         except RuntimeError:  # a backend that does not count

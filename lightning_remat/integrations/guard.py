@@ -46,6 +46,7 @@ class Guard:
         """Come between the trainer and its closures; the model has been set up."""
         self.remove()
         self._trainer = trainer
+        self.remat.guarded = True
         loop = trainer.fit_loop.epoch_loop.automatic_optimization
         self._make_closure = loop._make_closure
         loop._make_closure = self._guarded_closure
@@ -71,6 +72,7 @@ class Guard:
     def training_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A strategy's training step, recorded; in manual optimization it is the whole batch, and may run again."""
         trainer = self._trainer
+        self.remat.look_at((args, kwargs))
         if trainer is None:
             with self.remat:
                 return step(*args, **kwargs)

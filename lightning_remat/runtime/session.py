@@ -47,7 +47,7 @@ from lightning_remat.runtime import from_file, known, measuring, memory, pilot, 
 from lightning_remat.runtime.binding import Binding
 from lightning_remat.runtime.counters import Counters
 from lightning_remat.runtime.discovery import Discovery
-from lightning_remat.runtime.fallback import Fallback, Fixed
+from lightning_remat.runtime.tightening import Fixed, Tightening
 from lightning_remat.runtime.from_file import FilePilot
 from lightning_remat.runtime.pilot import Pilot
 from lightning_remat.runtime.retry import Retry, Undo
@@ -146,6 +146,7 @@ class Remat:
         self.counters = Counters()
         self.retry = Retry(self._settings.retries, self.counters)
         self.fixed: Fixed | None = None
+        self.guarded = False  # whoever runs steps again that ran out of memory says so
         if self._settings.plan_path is not None:
             self._options["policy"] = os.path.abspath(self._settings.plan_path)  # for a copy in another folder
         self._policy = self._settings.policy
@@ -344,9 +345,13 @@ class Remat:
             ...     return loss.item()
             >>> loss = remat.attempt(step, model)
         """
+        self.guarded = True
         modules = [c for c in changes if isinstance(c, nn.Module)]
         optimizers = [c for c in changes if not isinstance(c, nn.Module)]
         return self.run(step, [Snapshot(modules, optimizers, manual=bool(optimizers))])
+
+    def look_at(self, batch: Any) -> None:
+        """Show the batch of the coming step: one that is known to fit without it is spared the tape."""
 
     def run(
         self,
@@ -357,7 +362,7 @@ class Remat:
         ours: Callable[[BaseException], bool] = lambda error: True,
     ) -> T:
         """What :meth:`attempt` does, for trainers; see :meth:`~lightning_remat.runtime.retry.Retry.run`."""
-        return self.retry.run(step, Fallback(self), undo, deferred=deferred, ours=ours)
+        return self.retry.run(step, Tightening(self), undo, deferred=deferred, ours=ours)
 
     @property
     def pilot(self) -> Pilot | FilePilot | None:

@@ -34,7 +34,7 @@ class Fixed:
         self.times = 0
 
 
-class Fallback:
+class Tightening:
     """The way of one engine (:class:`~lightning_remat.runtime.retry.Way`), while a step runs.
 
     Under ``policy="auto"`` the pilot knows plans that need less. A fixed policy is replaced by the lean one for this

@@ -97,7 +97,10 @@ class Remat:
             step, until every kind of op has been checked. An op that differs is kept from then on.
         margin: what ``policy="auto"`` leaves free where no budget is given: bytes, a size, or a share of the device.
         retries: how often a batch is run again when memory runs out; 0 lets the error through.
-        verify_every_n_steps: the same check as ``verify``, from the beginning, in every n-th step.
+        verify_every_n_steps: the same check as ``verify``, from the beginning, in every n-th step, so that it finds
+            what begins to differ later (until then, gradients had it in them). The steps between cost nothing. A
+            verified step needs more memory, so it waits for the next one while memory is being measured, and stops
+            where memory runs out. Where nothing is dropped (``policy="none"``) there is nothing to verify.
 
     Raises:
         ConfigurationError: an option that cannot work.
@@ -146,7 +149,9 @@ class Remat:
         self._tape = Tape(self._clock)
         self._modules = ModuleStack()
         self._ledger: Ledger | None = None
-        self._verifier = Verifier(self._never_again) if verify else None
+        self._verifier = Verifier(self._never_again) if verify or verify_every_n_steps is not None else None
+        self._verify_always = verify
+        self._verify_due = False
         self._binding = self._new_binding(self._policy)
         self._pilot = self._new_pilot()
         self._blocks: list[str] = []
@@ -268,7 +273,7 @@ class Remat:
 
     @property
     def verifier(self) -> Verifier | None:
-        """What ``verify=True`` has found so far; None without it."""
+        """What ``verify=True`` or ``verify_every_n_steps=`` has found so far; None without them."""
         return self._verifier
 
     # ------------------------------------------------------------------ the model
@@ -340,6 +345,7 @@ class Remat:
         self._clock.reset()
         stack = self._stack = ExitStack()
         self._active = tape
+        self._verify(tape)
         tape.recorded = 0
         regions = self._binding.regions
         if self._needs_modules:
@@ -373,8 +379,6 @@ class Remat:
         elif tape is None and pilot.given_up and not self.blocks and self._policy is LEAN:
             self._policy = SELECTIVE
             self._binding = self._new_binding(SELECTIVE)
-        if tape is not None and self._verifier is not None:
-            self._verifier.attach(tape)
         return tape
 
     @property
@@ -391,15 +395,41 @@ class Remat:
         else:
             tape = self._tape
             self._clock.on_replay = None
-        if self._verifier is not None:
-            self._verifier.attach(tape)
         return tape
+
+    def _verify(self, tape: Tape) -> None:
+        """Let the verifier look at this step, if that is to be."""
+        verifier, every = self._verifier, self._settings.verify_every_n_steps
+        if verifier is None:
+            return
+        if every is not None:
+            watched = isinstance(self._pilot, Pilot) and self._pilot.watching
+            due = (self.counters.steps + 1) % every == 0
+            # Verification takes memory of its own, which is not to be counted as the plan's: rather the next step, but
+            # not for ever.
+            now = due and self._verify_due if watched else due or self._verify_due
+            self._verify_due = (due or self._verify_due) and not now
+            if now:
+                verifier.begin_anew()
+            elif not self._verify_always:
+                return
+        verifier.attach(tape)
+
+    def _verified(self) -> None:
+        """Take the verifier away, and its results into the counters."""
+        verifier = self._verifier
+        if verifier is None:
+            return
+        self.counters.verified, self.counters.verified_different = verifier.compared, verifier.differed
+        if not self._verify_always:
+            verifier.detach()
 
     def _end(self) -> None:
         stack, self._stack = self._stack, None
         if self._active is not None:
             self._recorded = self._active.recorded
             self._active = None
+            self._verified()
         if stack is not None:
             stack.close()
 
@@ -411,6 +441,7 @@ class Remat:
                 self._ledger = None  # half a step is no report
             return
         self._steps += 1
+        self.counters.steps += 1
         if isinstance(tape, PlannedTape):
             return  # a plan needs no blocks, and none were looked for
         self._binding.final = True  # whatever there was to meet has been met

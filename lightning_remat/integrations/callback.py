@@ -8,6 +8,7 @@ from lightning.pytorch import Callback
 
 from lightning_remat.errors import ConfigurationError
 from lightning_remat.integrations.bases import is_known_not_to_work
+from lightning_remat.integrations.monitor import Monitor
 from lightning_remat.integrations.strategy import RematStrategy
 from lightning_remat.runtime.session import Remat
 
@@ -63,6 +64,7 @@ class RematCallback(Callback):
             verify_every_n_steps=verify_every_n_steps,
         )
         self._strategy: Any = None
+        self._monitor: Monitor | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Check that the strategy is one that can be wrapped, and the options against the model; wrap it."""
@@ -90,15 +92,33 @@ class RematCallback(Callback):
         """Find the model's blocks in what it has become: complete, and with the modules that plugins have replaced."""
         self.remat.bind(pl_module)
 
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Training begins, and is followed from here."""
+        self._monitor = Monitor(self.remat)
+        self._monitor.start(trainer)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """A batch begins, and the one before is over."""
+        if self._monitor is not None:
+            self._monitor.batch_starts(trainer)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """The last batch is over."""
+        if self._monitor is not None:
+            self._monitor.end(trainer)
+
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Give the strategy its own training step back."""
-        self._restore()
+        self._restore(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """The same; Lightning does not call ``teardown`` then."""
-        self._restore()
+        self._restore(trainer)
 
-    def _restore(self) -> None:
+    def _restore(self, trainer: Any) -> None:
+        monitor, self._monitor = self._monitor, None
+        if monitor is not None:
+            monitor.close(speak=trainer.is_global_zero)
         self.remat.close()
         strategy, self._strategy = self._strategy, None
         if strategy is not None:

@@ -222,6 +222,21 @@ class Remat:
         """
         return self._pilot.result if isinstance(self._pilot, Pilot) else None
 
+    @property
+    def measured_peak_bytes(self) -> int | None:
+        """Measured peak of a step, memory between steps included; None: not measured (yet)."""
+        if self.counters.peak_bytes is not None:
+            return self.counters.peak_bytes
+        main = self._pilot.main if isinstance(self._pilot, Pilot) else None
+        return None if main is None or main.measured is None else main.static + main.measured.peak_bytes
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The peak that a step is allowed; None: there is no budget, or it is not known yet what it comes to."""
+        if self.counters.budget_bytes is not None or self.plan is None:
+            return self.counters.budget_bytes
+        return self.plan.budget_bytes
+
     def save_plan(self, path: str | os.PathLike[str]) -> None:
         """Write the plan for the largest step so far to a JSON file, for ``policy="..."`` in another run.
 

@@ -94,6 +94,15 @@ def test_everything_in_a_file(tmp_path: Path) -> None:
     assert "remat/replayed_ops" in metrics.read_text()
 
 
+def test_the_example(tmp_path: Path) -> None:
+    """The configuration in examples/."""
+    example = str(Path(__file__).parents[2] / "examples" / "lightning_cli.yaml")
+    args = ("--trainer.logger.init_args.save_dir", str(tmp_path), "--seed_everything=1")
+    quiet = [f"--trainer.{name}={value}" for name, value in QUIET.items()]
+    remat = remat_of(run("--config", example, *args, *quiet))
+    assert remat.budget_bytes == 20 * 2**30
+
+
 def test_overrides_on_the_command_line(tmp_path: Path) -> None:
     """A part of what the file says, or all of it; bytes, shares, names and mappings."""
     file = written(tmp_path, strategy=strategy(**OPTIONS))

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
+import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
@@ -331,3 +333,30 @@ def test_results_are_those_of_plain_training(tmp_path: Path) -> None:
     ours = trained("strategy", budget=SCARCE, verify_every_n_steps=2, batches=8, rows=32, log_every_n_steps=1,
                    logger=CSVLogger(tmp_path), callbacks=[TQDMProgressBar()], enable_progress_bar=True)  # fmt: skip
     assert ours.difference(plain) == []
+
+
+@WAYS
+def test_the_other_package(way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Trainer, logger and progress bar of `pytorch_lightning`."""
+
+    class Other(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            return regression(self.net, batch)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, enable_checkpointing=False, enable_model_summary=False,
+        log_every_n_steps=1, logger=pl.loggers.CSVLogger(tmp_path),
+        callbacks=[pl.callbacks.TQDMProgressBar(), *([RematCallback(policy="full")] if way == "callback" else [])],
+        strategy="remat" if way == "strategy" else "auto",
+    )  # fmt: skip
+    trainer.fit(Other(), regression_data(3))
+    assert [row["step"] for row in split(rows_of(tmp_path))[1]] == ["0", "1", "2"]
+    out = capsys.readouterr()
+    assert f"remat={'full' if way == 'callback' else 'selective'}" in out.out + out.err

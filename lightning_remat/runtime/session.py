@@ -47,12 +47,12 @@ from lightning_remat.runtime import from_file, known, measuring, memory, pilot, 
 from lightning_remat.runtime.binding import Binding
 from lightning_remat.runtime.counters import Counters
 from lightning_remat.runtime.discovery import Discovery
-from lightning_remat.runtime.tightening import Fixed, Tightening
 from lightning_remat.runtime.from_file import FilePilot
 from lightning_remat.runtime.pilot import Pilot
 from lightning_remat.runtime.retry import Retry, Undo
 from lightning_remat.runtime.settings import checked, table_for
 from lightning_remat.runtime.snapshot import Snapshot
+from lightning_remat.runtime.tightening import Fixed, Tightening
 from lightning_remat.runtime.tracing import TracingTape
 
 if TYPE_CHECKING:
@@ -104,7 +104,10 @@ class Remat:
             step, until every kind of op has been checked. An op that differs is kept from then on.
         margin: what ``policy="auto"`` leaves free where no budget is given: bytes, a size, or a share of the device.
         retries: how often a batch is run again when memory runs out; 0 lets the error through.
-        verify_every_n_steps: the same check as ``verify``, from the beginning, in every n-th step.
+        verify_every_n_steps: the same check as ``verify``, from the beginning, in every n-th step, so that it finds
+            what begins to differ later (until then, gradients had it in them). The steps between cost nothing. A
+            verified step needs more memory, so it waits for the next one while memory is being measured, and stops
+            where memory runs out. Where nothing is dropped (``policy="none"``) there is nothing to verify.
 
     Raises:
         ConfigurationError: an option that cannot work.
@@ -156,7 +159,9 @@ class Remat:
         self._tape = Tape(self._clock)
         self._modules = ModuleStack()
         self._ledger: Ledger | None = None
-        self._verifier = Verifier(self._never_again) if verify else None
+        self._verifier = Verifier(self._never_again) if verify or verify_every_n_steps is not None else None
+        self._verify_always = verify
+        self._verify_due = False
         self._binding = self._new_binding(self._policy)
         self._pilot = self._new_pilot()
         self._blocks: list[str] = []
@@ -227,6 +232,21 @@ class Remat:
         """
         return self._pilot.result if isinstance(self._pilot, Pilot) else None
 
+    @property
+    def measured_peak_bytes(self) -> int | None:
+        """Measured peak of a step, memory between steps included; None: not measured (yet)."""
+        if self.counters.peak_bytes is not None:
+            return self.counters.peak_bytes
+        main = self._pilot.main if isinstance(self._pilot, Pilot) else None
+        return None if main is None or main.measured is None else main.static + main.measured.peak_bytes
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The peak that a step is allowed; None: there is no budget, or it is not known yet what it comes to."""
+        if self.counters.budget_bytes is not None or self.plan is None:
+            return self.counters.budget_bytes
+        return self.plan.budget_bytes
+
     def save_plan(self, path: str | os.PathLike[str]) -> None:
         """Write the plan for the largest step so far to a JSON file, for ``policy="..."`` in another run.
 
@@ -278,7 +298,7 @@ class Remat:
 
     @property
     def verifier(self) -> Verifier | None:
-        """What ``verify=True`` has found so far; None without it."""
+        """What ``verify=True`` or ``verify_every_n_steps=`` has found so far; None without them."""
         return self._verifier
 
     # ------------------------------------------------------------------ the model
@@ -424,6 +444,7 @@ class Remat:
         self._clock.reset()
         stack = self._stack = ExitStack()
         self._active = tape
+        self._verify(tape)
         tape.recorded = 0
         regions = self._binding.regions
         if self._needs_modules:
@@ -457,8 +478,6 @@ class Remat:
         elif tape is None and pilot.given_up and not self.blocks and self._policy is LEAN:
             self._policy = SELECTIVE
             self._binding = self._new_binding(SELECTIVE)
-        if tape is not None and self._verifier is not None:
-            self._verifier.attach(tape)
         return tape
 
     @property
@@ -475,15 +494,41 @@ class Remat:
         else:
             tape = self._tape
             self._clock.on_replay = None
-        if self._verifier is not None:
-            self._verifier.attach(tape)
         return tape
+
+    def _verify(self, tape: Tape) -> None:
+        """Let the verifier look at this step, if that is to be."""
+        verifier, every = self._verifier, self._settings.verify_every_n_steps
+        if verifier is None:
+            return
+        if every is not None:
+            watched = isinstance(self._pilot, Pilot) and self._pilot.watching
+            due = (self.counters.steps + 1) % every == 0
+            # Verification takes memory of its own, which is not to be counted as the plan's: rather the next step, but
+            # not for ever.
+            now = due and self._verify_due if watched else due or self._verify_due
+            self._verify_due = (due or self._verify_due) and not now
+            if now:
+                verifier.begin_anew()
+            elif not self._verify_always:
+                return
+        verifier.attach(tape)
+
+    def _verified(self) -> None:
+        """Take the verifier away, and its results into the counters."""
+        verifier = self._verifier
+        if verifier is None:
+            return
+        self.counters.verified, self.counters.verified_different = verifier.compared, verifier.differed
+        if not self._verify_always:
+            verifier.detach()
 
     def _end(self) -> None:
         stack, self._stack = self._stack, None
         if self._active is not None:
             self._recorded = self._active.recorded
             self._active = None
+            self._verified()
         if stack is not None:
             stack.close()
 
@@ -495,6 +540,7 @@ class Remat:
                 self._ledger = None  # half a step is no report
             return
         self._steps += 1
+        self.counters.steps += 1
         if isinstance(tape, PlannedTape):
             return  # a plan needs no blocks, and none were looked for
         self._binding.final = True  # whatever there was to meet has been met

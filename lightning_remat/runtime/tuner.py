@@ -120,16 +120,18 @@ class Tuner:
 
     def fit_to(self, room: int) -> None:
         """Static memory, or the budget, is another than it was."""
-        if room == self.room and (self.trials or self.settled):
-            return
+        before = self.best
         moved = abs(room - self.room) > CLOSE * max(1, self.room)
         self.room = room
         self.reserve = min(self.reserve, max(0, room))
-        if moved:
-            self.settled, self.why = False, ""
-            self.spent = self.proposals = 0
-            self.width = 0.0
-            self._conclude()
+        if moved or self.best is not before:
+            self._begin_again()
+
+    def _begin_again(self) -> None:
+        self.settled, self.why = False, ""
+        self.spent = self.proposals = 0
+        self.width = 0.0
+        self._conclude()
 
     @property
     def target(self) -> int:
@@ -239,10 +241,7 @@ class Tuner:
         else:
             known.measured = took
         self.slack_seen = 0
-        self.settled, self.why = False, ""
-        self.spent = self.proposals = 0
-        self.width = 0.0
-        self._conclude()
+        self._begin_again()
 
     def slack(self, measured: int) -> bool:
         """A further measurement of the plan in force: where much room stays unused, the bound is opened again.
@@ -273,9 +272,7 @@ class Tuner:
     def restart(self) -> None:
         """Plans are other ones than before; what was measured of them still says how good predictions are."""
         self.trials = []
-        self.settled, self.why = False, ""
-        self.spent = self.proposals = 0
-        self.width = 0.0
+        self._begin_again()
 
     # ------------------------------------------------------------------ keeping it
 

@@ -46,20 +46,6 @@ def parse_budget(budget: object) -> int | float | None:
     return int(size)
 
 
-def parse_margin(margin: object) -> int | float:
-    """A margin in bytes (int), or a share of the device's memory (float).
-
-    Raises:
-        ConfigurationError: it is neither.
-    """
-    if margin == 0 and not isinstance(margin, bool):
-        return 0
-    found = parse_budget(margin)
-    if found is None:
-        raise ConfigurationError("margin=None: give bytes, a size ('1GiB') or a share of the device ('5%').")
-    return found
-
-
 def device_memory(device: torch.device) -> int:
     """All memory of a device in bytes; for the CPU, the machine's."""
     if device.type == "cuda":

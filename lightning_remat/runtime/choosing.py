@@ -7,7 +7,6 @@ each kind of step finds another where it does not. A trial is an ordinary traini
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -21,7 +20,7 @@ from lightning_remat.runtime.counters import Counters
 from lightning_remat.runtime.known import Known
 from lightning_remat.runtime.measuring import Measurement
 from lightning_remat.runtime.room import default_budget
-from lightning_remat.runtime.saying import in_words
+from lightning_remat.runtime.saying import Once, in_words
 from lightning_remat.sizes import device_memory, format_bytes, parse_margin
 
 log = logging.getLogger("lightning_remat")
@@ -43,19 +42,18 @@ class Chooser:
         budget: bytes, or (float) a share of the device's memory, or None: what the device has.
         margin: what that leaves free, as users write it.
         counters: where budget, peak and decisions are written.
-        warn: called with a topic and a text.
+        warn: for what users are told.
 
     Attributes:
         error: a fault that makes planning impossible.
     """
 
-    def __init__(
-        self, budget: int | float | None, margin: int | str, counters: Counters, warn: Callable[[str, str], None]
-    ) -> None:
+    def __init__(self, budget: int | float | None, margin: int | str, counters: Counters, warn: Once) -> None:
         self.budget = budget
         self.counters = counters
         self.error: Exception | None = None
-        self._margin = parse_margin(margin)
+        self._margin = margin
+        parse_margin(margin)  # so that it is refused before the first step
         self._warn = warn
         self._default: int | None = None
         self._frozen = False
@@ -71,12 +69,21 @@ class Chooser:
         """The budget in bytes; the default one is taken anew until a plan was measured to fit."""
         if self.budget is None:
             if self._default is None or not self._frozen:
-                self._default = default_budget(static, device, self._margin)
+                self._default = self._of_the_device(device, static)
             found = self._default
         else:
             found = self.budget if isinstance(self.budget, int) else int(self.budget * device_memory(device))
         self.counters.budget_bytes = found
         return found
+
+    def _of_the_device(self, device: torch.device, static: int) -> int:
+        found = default_budget(static, device, self._margin)
+        if found is None:
+            # What others use is not known here, so that this is the most it can be.
+            margin = parse_margin(self._margin)
+            total = device_memory(device)
+            found = total - (margin if isinstance(margin, int) else int(margin * total))
+        return max(1, found)
 
     @property
     def text(self) -> str:
@@ -140,6 +147,7 @@ class Chooser:
         measured = known.measured = measuring.result()
         self.counters.peak_bytes = known.static + measured.peak_bytes
         tuner, chosen = known.tuner, result.chosen
+        tuner.fit_to(result.budget_bytes - known.static)
         peak = measured.peak_bytes
         if abs(peak - chosen.peak_bytes) <= (CLOSE - 1) * chosen.peak_bytes:
             peak = chosen.peak_bytes
@@ -172,12 +180,13 @@ class Chooser:
         if known.result is None:
             return
         tuner, chosen = known.tuner, known.result.chosen
+        tuner.fit_to(known.result.budget_bytes - known.static)
         measured = known.measured.peak_bytes if known.measured is not None and not known.stale else None
         tuner.pressure(missing, chosen.peak_bytes, measured)
         known.stale = True
         if self.budget is None and self._default is not None and device is not None:
             # Others may have taken memory meanwhile. What they took is not to be counted twice.
-            now = default_budget(known.static, device, self._margin)
+            now = self._of_the_device(device, known.static)
             if now < self._default:
                 tuner.reserve = max(0, tuner.reserve - (self._default - now))
                 self._default = now

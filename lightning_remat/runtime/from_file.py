@@ -79,7 +79,7 @@ class FilePilot:
     def look_at(self, batch: Any) -> None:
         """The plan is the plan, whatever the batch."""
 
-    def resting(self) -> bool:
+    def resting(self, guarded: bool = False) -> bool:
         """A plan that keeps everything is followed as well: a step may be larger than planned."""
         return False
 

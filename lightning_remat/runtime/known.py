@@ -117,9 +117,10 @@ class Known:
             plain=judged(self.trace, (False,) * len(self.trace.ops)),
         )
 
-    def follow(self, result: PlanResult, static: int, parts: dict[str, int], target: int) -> None:
+    def follow(self, result: PlanResult, static: int, parts: dict[str, int], target: int | None = None) -> None:
         """Put a plan into force."""
-        self.result, self.static, self.parts, self.target = result, static, parts, target
+        self.result, self.static, self.parts = result, static, parts
+        self.target = result.budget_bytes - static if target is None else target
         self.stale, self.keeps_all = False, not any(result.chosen.drop)
         self.tries, self.measured, self.extra_seconds = _TRIES, None, None
         self.script = self._script(result.chosen)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
-from weakref import WeakMethod, WeakSet
+from weakref import WeakMethod
 
 import torch
 from torch import nn
@@ -20,21 +20,18 @@ from torch.optim.optimizer import Optimizer
 
 from lightning_remat.engine.ledger import Ledger, ModuleStack
 from lightning_remat.engine.planned import PlannedTape, Script, careful_script
-from lightning_remat.engine.policies import Policy
 from lightning_remat.engine.replay import Clock
 from lightning_remat.engine.tape import Tape
 from lightning_remat.planning.plan import PlanResult
-from lightning_remat.runtime.choosing import OFTEN, Chooser, kept_bytes, whole_result
+from lightning_remat.runtime.choosing import OFTEN, kept_bytes, whole_result
 from lightning_remat.runtime.counters import Counters
-from lightning_remat.runtime.fallback import Fallback
 from lightning_remat.runtime.known import Known, KnownSteps
 from lightning_remat.runtime.measuring import Measurement, StepWatch
 from lightning_remat.runtime.memory import ProfilerBusy
-from lightning_remat.runtime.resting import Covered, Look, look
-from lightning_remat.runtime.saying import in_words, warn
+from lightning_remat.runtime.relief import FIXED, Relief
+from lightning_remat.runtime.saying import Once, in_words
 from lightning_remat.runtime.static import Optimizers, device_of, gradients_of, has_gradients, static_parts
 from lightning_remat.runtime.tracer import Tracer
-from lightning_remat.sizes import format_bytes
 
 MOST_SEQUENCES = 6
 """How many sequences of ops are planned for; a model with more of them has another one in every step."""
@@ -42,12 +39,9 @@ MOST_SEQUENCES = 6
 _IN_A_ROW = 4  # steps that are traced, one after the other, in the hope for an unknown sequence to come up again
 _ROUNDS = 5  # how often that is tried in vain
 _FAR = 4  # a shape of so many times the size of any that was traced is traced as well, when it comes up again
-_SHORT = 2  # how often memory may run out in a lean step until no more plans are made
-_LEAN, _FIXED = 1, 2  # what comes after a step that ran out of memory: the smallest plan, or a policy without one
-_SPARE = 2  # how many times the largest step has to fit for the tape to go where batches cannot be seen
 
 
-class Pilot:
+class Pilot(Relief):
     """Chooses the tape for every step.
 
     Args:
@@ -61,9 +55,6 @@ class Pilot:
         known: everything that is known of steps.
         ledger: books of the last traced step.
         given_up: no plan can be followed; a fixed policy has to do.
-        off: the coming step (or the one that runs) needs no tape.
-        chooser: makes the plans.
-        fallback: chooses the policy of steps without one.
     """
 
     def __init__(
@@ -74,10 +65,8 @@ class Pilot:
         margin: int | str = "5%",
         counters: Counters | None = None,
     ) -> None:
-        self.counters = counters if counters is not None else Counters()
-        self.chooser = Chooser(budget, margin, self.counters, self._say)
-        self.fallback = Fallback(self.chooser.note, lean=budget is not None)
-        self.off = False
+        self._say = Once("policy='auto'")
+        super().__init__(budget, margin, counters if counters is not None else Counters(), self._say)
         self.clock = clock
         self.modules = modules
         self.tape = PlannedTape(clock)
@@ -88,39 +77,15 @@ class Pilot:
         self.tape.on_other_op = lambda position, name: _call(other_op, position, name)
         self.tape.on_other_size = lambda position, size: _call(other_size, position, size)
         self.optimizers = Optimizers(WeakMethod(self._about_to_step))
-        self.known = KnownSteps()
         self.ledger: Ledger | None = None
-        self.given_up = False
-        self._roots: WeakSet[nn.Module] = WeakSet()  # of all steps, as long as they live
         self._had_roots = False
         self._tracer: Tracer | None = None
-        self._measuring: Measurement | None = None
         self._active: Known | None = None
         self._accumulating = False
         self._learning: tuple[Known, int, int] | None = None
-        self._to_trace = 0  # steps
         self._in_vain = 0  # rounds of tracing
-        self._step = 0
         self._lost_at = -1  # the last step that no entry knew
-        self._trace_at = -1  # a step in which one like it is expected
         self._no_backward = 0  # traced steps that had none
-        self._pause = 0  # steps until the next one is traced
-        self._said: set[str] = set()
-        self._how = ""  # the step that runs, or ran last: "traced", by "plan" or "lean" plan, "policy", "rest"
-        self._failed = False
-        self._last: Known | None = None  # the entry that step went by
-        self._tight = 0  # how much less than usual the coming step has to need: _LEAN, _FIXED
-        self._short = {"lean": 0, "traced": 0}  # how often memory ran out in such steps
-        self._missing = 0  # bytes, in this step
-        self._looked = False  # batches are shown to us
-        self._batch: Look | None = None
-        self._begun_with: Look | None = None
-        self._covered = Covered()
-
-    @property
-    def main(self) -> Known | None:
-        """Of the steps that there are plans for, the largest: it decides whether training fits."""
-        return self.known.largest
 
     @property
     def result(self) -> PlanResult | None:
@@ -135,7 +100,7 @@ class Pilot:
         self._conclude()
         self._how, self._begun_with = "policy", self._batch
         alive = list(self._roots)
-        if self.given_up or self._tight == _FIXED:
+        if self.given_up or self._tight == FIXED:
             self._watch_policy(alive)
             return None
         self._step += 1
@@ -163,10 +128,6 @@ class Pilot:
         self.tape.seen = []
         self.tape.start(script)
         return self.tape
-
-    def policy(self, has_blocks: bool) -> Policy:
-        """The policy for a step that :meth:`begin` had no tape for."""
-        return self.fallback.policy(has_blocks, tightest=self._tight == _FIXED)
 
     def meet(self, roots: Sequence[nn.Module]) -> None:
         """Models whose memory counts."""
@@ -390,108 +351,6 @@ class Pilot:
             return f"budget {self.chooser.text}: the first step runs lean and is traced"
         return in_words(self.result)
 
-    # ------------------------------------------------------------------ steps without a tape
-
-    def look_at(self, batch: Any) -> None:
-        """The batch of the coming step."""
-        self._looked, self._batch = True, look(batch)
-
-    def resting(self) -> bool:
-        """Whether the coming step needs no tape: everything is kept and fits, and it is no larger than those before."""
-        self._conclude()
-        before, self.off = self.off, self._may_rest()
-        if self.off:
-            self._how = "rest"
-            if not before:
-                self.chooser.note("everything can be kept: steps run without the tape")
-        return self.off
-
-    def _may_rest(self) -> bool:
-        alive = list(self._roots)
-        if self._tight or not alive:
-            return False
-        if self.given_up:
-            return self.fallback.rests
-        if self._to_trace or self._trace_at > self._step or self.optimizers.watching:
-            return False
-        planned = [known for known in self.known.all if known.result is not None]
-        accumulating = has_gradients(alive)
-        root, main = self.known.roots.get(accumulating), self.main
-        if root is None or main is None or main.result is None or not all(known.rests for known in planned):
-            return False
-        if self._looked:
-            return self._batch is not None and self._covered.covers(accumulating, self._batch)
-        if self.chooser.budget is not None or not root.rests:
-            return False
-        # Nobody says what comes next. With room to spare, the tape is not worth its time.
-        spare = 1 if self.fallback.guarded else _SPARE
-        return main.static + spare * main.result.plain.peak_bytes <= main.result.budget_bytes
-
-    def _watch_policy(self, roots: Sequence[nn.Module]) -> None:
-        if self.fallback.to_measure:
-            with suppress(ProfilerBusy):
-                self._measuring = Measurement(device_of(roots))
-
-    def _policy_went_well(self, measuring: Measurement | None) -> None:
-        if not self.fallback.for_good:
-            return
-        peak, room = None, 0
-        if measuring is not None and measuring.complete:
-            alive = list(self._roots)
-            device = device_of(alive)
-            static = sum(static_parts(alive, self.optimizers.of(alive), device).values())
-            peak, room = measuring.result().peak_bytes, self.chooser.bytes_on(device, static) - static
-            self.counters.peak_bytes = static + peak
-        self.fallback.went_well(peak, room)
-
-    # ------------------------------------------------------------------ memory runs short
-
-    def pressure(self, missing: int) -> None:
-        """Memory ran short in this step, by so many bytes, and that was got over: the next plan is to need less."""
-        self._missing += missing
-
-    def tighten(self, asked_bytes: int | None) -> str | None:
-        """The step ran out of memory and was undone: see to it that the next one, the same again, needs less.
-
-        Args:
-            asked_bytes: what was asked for in vain, if that is known.
-
-        Returns:
-            What is tried next, in words; None if there is nothing that needs less.
-        """
-        how, tight = self._how, self._tight
-        self._abandon()
-        self._how, self._failed = "", False
-        known = self.main if how == "rest" else self._last
-        self._covered.clear()
-        text: str | None = None
-        if how in ("plan", "rest") and known is not None and known.result is not None:
-            self.chooser.pressure(known, asked_bytes, device_of(self._roots))
-            smallest = known.result.smallest
-            if known.result.chosen.peak_bytes > smallest.peak_bytes or self.tape.seen:
-                self._tight = _LEAN
-                text = f"the plan with the smallest peak, {format_bytes(known.static + smallest.peak_bytes)}"
-        elif how == "policy" or not how:
-            text = None if tight == _FIXED else self.fallback.failed()
-            if text is None:
-                return None
-        if text is None:
-            self._tight = _FIXED
-            text = "a fixed policy that keeps what enters the model's blocks"
-            if how in self._short:
-                self._ran_short(how)
-        self.chooser.note(f"out of memory: {text} is tried next")
-        return text
-
-    def _ran_short(self, how: str) -> None:
-        """Not even a lean step fitted: it is not tried again and again."""
-        self._short[how] += 1
-        self._to_trace = 0
-        if self._short[how] > _SHORT:
-            self._give_up("memory", "memory ran out again and again where a plan needs least")
-        elif how == "traced":
-            self._pause = 8 ** self._short[how]
-
     # ------------------------------------------------------------------ other steps than expected
 
     def _other_size(self, position: int, size: int) -> Script | None:
@@ -530,12 +389,6 @@ class Pilot:
                 return None
         self._active = self._last = found
         return found.script
-
-    def _say(self, topic: str, text: str) -> None:
-        """Warn, once for each topic."""
-        if topic not in self._said:
-            self._said.add(topic)
-            warn(f"policy='auto': {text}")
 
 
 def _call(method: WeakMethod[Callable[..., Script | None]], position: int, what: Any) -> Script | None:

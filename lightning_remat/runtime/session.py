@@ -49,6 +49,7 @@ from lightning_remat.runtime import (
     measuring,
     memory,
     pilot,
+    relief,
     resting,
     static,
     tracer,
@@ -73,7 +74,9 @@ hide_from_compiler(
     generators, ledger, plain, planned, regions, replay, rules, store, tape, transforms, values, verify, writes
 )
 # A step that is traced, planned or measured runs these inside of what may be compiled.
-hide_from_compiler(choosing, fallback, from_file, known, measuring, memory, pilot, resting, static, tracer, tracing)
+hide_from_compiler(
+    choosing, fallback, from_file, known, measuring, memory, pilot, relief, resting, static, tracer, tracing
+)
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,7 @@ class Remat:
         self._policy = self._settings.policy
         self._blocks_option = blocks
         self._kept_ops: set[str] = set()
+        self.guarded = False  # whoever runs steps again that ran out of memory says so
         self._clock = Clock()
         self._tape = Tape(self._clock)
         self._modules = ModuleStack()
@@ -349,7 +353,7 @@ class Remat:
 
     def _begin(self) -> None:
         self._clock.on_replay = None
-        if self._pilot is not None and self._pilot.resting():
+        if self._pilot is not None and self._pilot.resting(self.guarded):
             self._recorded = 0
             self._clock.reset()
             return

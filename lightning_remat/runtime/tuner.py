@@ -137,9 +137,9 @@ class Tuner:
     def target(self) -> int:
         """The plan to ask for next: of at most so many bytes."""
         if self.settled or self.spent >= MOST_TRIALS:
-            return self.best.predicted if self.best is not None else min(0, self.limit)
+            return self.best.predicted if self.best is not None else min(-1, self.limit)
         if not self.trials:
-            return int(self.limit / self.ratio)
+            return int(self.limit / self.ratio) or -1
         return self._between()
 
     def _between(self) -> int:

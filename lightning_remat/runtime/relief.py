@@ -191,8 +191,8 @@ class Relief(ABC):
         if text is None:
             self._tight = FIXED
             text = "a fixed policy that keeps what enters the model's blocks"
-            if how in self._short:
-                self._ran_short(how)
+            if how != "policy":
+                self._ran_short("traced" if how == "traced" else "lean")
         self.chooser.note(f"out of memory: {text} is tried next")
         return text
 

@@ -180,6 +180,11 @@ class Pilot(Relief):
         self.tape.never_drop(op)
         self.known.never_drop(self.tape.kept)
 
+    @property
+    def watching(self) -> bool:
+        """Whether memory is being counted, in a traced or a measured step."""
+        return bool(self._watches())
+
     def _watches(self) -> list[StepWatch]:
         return [watch for watch in (self._tracer, self._measuring) if watch is not None]
 

@@ -248,6 +248,7 @@ class Pilot(Relief):
             base, position, size = learning
             self._learn_sizes(base, position, [op.size for op in base.trace.ops[:position]] + [size] + self.tape.seen)
         elif self.tape.position == len(active.trace.ops) and active.result is not None:
+            self._short["lean"] = 0
             if missing:
                 self.chooser.pressure(active, missing, device_of(self._roots))
             elif measuring is not None:

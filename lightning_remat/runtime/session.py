@@ -492,10 +492,8 @@ class Remat:
             self._clock.on_replay = tape.replayed
             if not self._binding.bound:
                 self._modules.names.clear()  # it may be another model
-        elif tape is None:
-            policy = pilot.policy(has_borders)
-            if policy is not self._policy:
-                self.put_in_force(policy)
+        elif tape is None and pilot.policy(has_borders) is not self._policy:
+            self.put_in_force(pilot.policy(has_borders))
         return tape
 
     @property

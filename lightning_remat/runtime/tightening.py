@@ -38,26 +38,22 @@ class Tightening:
     """The way of one engine (:class:`~lightning_remat.runtime.retry.Way`), while a step runs.
 
     Under ``policy="auto"`` the pilot knows plans that need less. A fixed policy is replaced by the lean one for this
-    batch; from the third time on, for good. Where the leanest has failed, the same is tried once more, since by now
-    the caches are empty.
+    batch; from the third time on, for good. Where nothing is leaner, the same is tried again, since by now the caches are
+    empty and others may have freed memory.
     """
 
     def __init__(self, remat: Remat) -> None:
         self.remat = remat
-        self._last = False
         self._tried = ["as planned"]
 
-    def tighten(self, asked: int | None) -> str | None:
+    def tighten(self, asked: int | None) -> str:
         """See :class:`~lightning_remat.runtime.retry.Way`."""
         remat = self.remat
         remat.press()
         words = remat.pilot.tighten(asked) if remat.pilot is not None else self._leaner()
-        if words is None and not self._last:
-            self._last = True
-            words = "with all caches emptied"
-        if words is not None:
-            self._tried.append(words)
-            remat.counters.notes.append(f"step {remat.counters.steps + 1} ran out of memory: run again {words}")
+        words = words or "as before, with all caches emptied"
+        self._tried.append(words)
+        remat.counters.notes.append(f"step {remat.counters.steps + 1} ran out of memory: run again {words}")
         return words
 
     def _leaner(self) -> str | None:

@@ -4,8 +4,8 @@ every bit, with what the same training without a failure leaves behind.
     python -m tests.integrations.chaos --steps 500 --seed 1
 
 Under Lightning with everything that a step touches: dropout, BatchNorm, metrics, logged values, accumulation, clipping,
-schedulers, mixed precision, two optimizers. Only training steps fail, their forward and backward: not the optimizer, not
-validation. The exit status is 1 if anything differs.
+schedulers, mixed precision, two optimizers. Only training steps fail, their forward and backward: not the optimizer,
+not validation. The exit status is 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ EPOCH = 10
 
 
 class Chaotic(LightningModule):
-    """Automatic optimization of a net with dropout and BatchNorm, with metrics and logged values, which draws from every
-    random stream."""
+    """Automatic optimization of a net with dropout and BatchNorm, with metrics, logged values and random numbers."""
 
     def __init__(self, faults: Faults, optimizer: str = "adam") -> None:
         super().__init__()
@@ -98,8 +97,7 @@ class Adversaries(Chaotic):
         self.judge = tripping_net(faults)
 
     def training_step(self, batch: Any, index: int) -> None:
-        """Both players' turns. Once the first has moved, a failure of the second is beyond running the batch again, unless
-        that also takes back the first one's move."""
+        """Both players' turns. If the second fails, the first has moved already, which must be taken back or kept."""
         with self.faults.armed("forward"):
             x, y = batch
             maker, judge = self.optimizers()
@@ -292,9 +290,7 @@ def main(
     policy: Annotated[list[str], typer.Option(help="May be given several times.")] = ["auto"],  # noqa: B006 - typer copies it
     budget: Annotated[str | None, typer.Option(help="For policy auto.")] = None,
     rate: Annotated[float, typer.Option(min=0, max=1, help="Probability that an op fails; 0: none does.")] = 0.004,
-    most: Annotated[
-        int | None, typer.Option(min=1, help="Failures of a batch; other than 3 sets retries, too.")
-    ] = None,
+    most: Annotated[int | None, typer.Option(min=1, help="Failures of a batch; sets retries, too.")] = None,
 ) -> None:
     """Train with failures and without, and compare."""
     torch.set_num_threads(1)

@@ -1,7 +1,7 @@
 """Out of memory that is made up: at random ops and at random points of forward and backward.
 
-An error is raised *before* an op runs, as an allocator does it: the op has then changed nothing. All randomness comes from a
-generator of its own, so that the streams of the training under test are not touched.
+An error is raised *before* an op runs, as an allocator does it: the op has then changed nothing. All randomness comes
+from a generator of its own, so that the streams of the training under test are not touched.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Faults:
         rate: probability that a place where it may happen (an op, a point in the model) is one where it does. 0: never,
             which is for the run to compare with: a mode around backward makes some of autograd's formulas choose other
             ops, so that run needs the same mode.
-        most: how many failures one batch can have. A batch whose failures are all beyond help is run ``most + 1`` times.
+        most: how many failures one batch can have. If each of them takes running it again, it runs ``most + 1`` times.
 
     Attributes:
         happened: how many failures there were, by what failed and where.

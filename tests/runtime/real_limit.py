@@ -2,15 +2,15 @@
 
     python -m tests.runtime.real_limit
 
-On the CPU the limit is one of the operating system on the address space of a process (RLIMIT_AS), on CUDA the allocator's
-(``set_per_process_memory_fraction``). Every training runs in a process of its own, on one thread, after a whole training
-at full size on a throw-away copy: libraries then have their workspaces, and no other kernel is chosen for want of room.
-The limit is counted from what the process has after that.
+On the CPU the limit is one of the operating system on the address space of a process (RLIMIT_AS), on CUDA the
+allocator's (``set_per_process_memory_fraction``). Every training runs in a process of its own, on one thread, after a
+whole training at full size on a throw-away copy: libraries then have their workspaces, and no other kernel is chosen
+for want of room. The limit is counted from what the process has after that.
 
-The rooms lie between the peak of plain training and that of per-block recomputation, both counted by `measure_peak` over
-the whole of ``fit``, gradients and optimizer state included; one is far below. Plain training must fail in each. Ours has
-no other option than its name, must give its weights, optimizer state and random stream in every bit, and must say what is
-missing where nothing helps. The exit status is 1 if anything is otherwise.
+The rooms lie between the peak of plain training and that of per-block recomputation, both counted by `measure_peak`
+over the whole of ``fit``, gradients and optimizer state included; one is far below. Plain training must fail in each.
+Ours has no other option than its name, must give its weights, optimizer state and random stream in every bit, and must
+say what is missing where nothing helps. The exit status is 1 if anything is otherwise.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ import torch.nn.functional as F
 import typer
 from lightning.pytorch import LightningModule
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -198,7 +199,7 @@ def quiet() -> None:
     """One thread, no advice."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
+    for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
@@ -271,7 +272,7 @@ def table(found: dict[str, Any]) -> Table:
         out.add_column(header, justify="right" if header in ("MiB", "evictions", "retries") else "left")
     for row in found["rows"]:
         counts = [str(row.get(key, "")) for key in ("evictions", "retries")]
-        result = f"weights {row['digest'][:12]}" if row["digest"] else f"{row['kind']}: {row['error'][:300]}"
+        result = f"weights {row['digest'][:12]}" if row["digest"] else escape(f"{row['kind']}: {row['error'][:300]}")
         out.add_row(row["where"], f"{row['room'] / mib:.0f}", row["strategy"], *counts, result)
     return out
 

@@ -24,7 +24,16 @@ def test_public_names() -> None:
 
 def test_options() -> None:
     """The three ways in take the same options."""
-    options = {"policy": "auto", "budget": None, "blocks": None, "offload": None, "verify": False}
+    options = {
+        "policy": "auto",
+        "budget": None,
+        "blocks": None,
+        "offload": None,
+        "verify": False,
+        "margin": "5%",
+        "retries": 3,
+        "verify_every_n_steps": None,
+    }
     parameters = inspect.signature(Remat).parameters
     assert {name: p.default for name, p in parameters.items()} == options
     strategy = inspect.signature(RematStrategy.__init__).parameters

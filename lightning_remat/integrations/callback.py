@@ -25,6 +25,9 @@ class RematCallback(Callback):
         blocks: what the model's blocks are.
         offload: not available yet.
         verify: compare what is computed again with what was there.
+        margin: what is left free of the device where no budget is given.
+        retries: how often a batch is run again when memory runs out.
+        verify_every_n_steps: how often to verify.
 
     Raises:
         ConfigurationError: an option that cannot work, a strategy that recomputes already, or one of Lightning's that
@@ -45,8 +48,20 @@ class RematCallback(Callback):
         blocks: Any = None,
         offload: str | None = None,
         verify: bool = False,
+        margin: int | str = "5%",
+        retries: int = 3,
+        verify_every_n_steps: int | None = None,
     ) -> None:
-        self.remat = Remat(policy, budget=budget, blocks=blocks, offload=offload, verify=verify)
+        self.remat = Remat(
+            policy,
+            budget=budget,
+            blocks=blocks,
+            offload=offload,
+            verify=verify,
+            margin=margin,
+            retries=retries,
+            verify_every_n_steps=verify_every_n_steps,
+        )
         self._strategy: Any = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:

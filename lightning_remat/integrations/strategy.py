@@ -33,7 +33,8 @@ class RematStrategy(Recomputing, _Base):
         base: ``"auto"`` (what ``Trainer(strategy="auto")`` would choose), the name of a registered strategy
             (``"ddp"``, ``"ddp_find_unused_parameters_true"``, ...), or a strategy class. Supported are single devices
             and the DDP family.
-        policy, budget, blocks, offload, verify: see :class:`~lightning_remat.Remat`.
+        policy, budget, blocks, offload, verify, margin, retries, verify_every_n_steps: see
+            :class:`~lightning_remat.Remat`.
         **base_options: handed to the base class (``find_unused_parameters=True``, ``static_graph=True``, ...).
 
     Raises:
@@ -64,13 +65,25 @@ class RematStrategy(Recomputing, _Base):
         blocks: Any = None,
         offload: str | None = None,
         verify: bool = False,
+        margin: int | str = "5%",
+        retries: int = 3,
+        verify_every_n_steps: int | None = None,
         _namespace: str = NAMESPACES[0],
         **base_options: Any,
     ) -> None:
         base_class, preset = resolve_base(base, _namespace)
         options = {**preset, **base_options}
         check_options(base, [base_class] if base_class is not None else _candidates(base, _namespace), options)
-        self.remat = Remat(policy, budget=budget, blocks=blocks, offload=offload, verify=verify)
+        self.remat = Remat(
+            policy,
+            budget=budget,
+            blocks=blocks,
+            offload=offload,
+            verify=verify,
+            margin=margin,
+            retries=retries,
+            verify_every_n_steps=verify_every_n_steps,
+        )
         if base_class is None:
             self._settings = (base, _namespace)
             self._base_options = options

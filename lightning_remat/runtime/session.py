@@ -43,6 +43,7 @@ from lightning_remat.errors import ConfigurationError
 from lightning_remat.planning.planfile import PlanFile, plan_path
 from lightning_remat.runtime import from_file, known, measuring, memory, pilot, static, tracer, tracing
 from lightning_remat.runtime.binding import Binding
+from lightning_remat.runtime.counters import Counters
 from lightning_remat.runtime.discovery import Discovery
 from lightning_remat.runtime.from_file import FilePilot
 from lightning_remat.runtime.pilot import Pilot
@@ -94,6 +95,9 @@ class Remat:
         offload: not available yet; must be None.
         verify: compute dropped values again while the true ones are still there and compare bitwise, up to 64 MiB a
             step, until every kind of op has been checked. An op that differs is kept from then on.
+        margin: what ``policy="auto"`` leaves free where no budget is given: bytes, a size, or a share of the device.
+        retries: how often a batch is run again when memory runs out; 0 lets the error through.
+        verify_every_n_steps: the same check as ``verify``, from the beginning, in every n-th step.
 
     Raises:
         ConfigurationError: an option that cannot work.
@@ -117,9 +121,22 @@ class Remat:
         blocks: Any = None,
         offload: str | None = None,
         verify: bool = False,
+        margin: int | str = "5%",
+        retries: int = 3,
+        verify_every_n_steps: int | None = None,
     ) -> None:
-        self._options = {"budget": budget, "blocks": blocks, "offload": offload, "verify": verify, "policy": policy}
-        self._settings = checked(policy, budget, blocks, offload, verify)
+        self._options = {
+            "budget": budget,
+            "blocks": blocks,
+            "offload": offload,
+            "verify": verify,
+            "margin": margin,
+            "retries": retries,
+            "verify_every_n_steps": verify_every_n_steps,
+            "policy": policy,
+        }
+        self._settings = checked(policy, budget, blocks, offload, verify, margin, retries, verify_every_n_steps)
+        self.counters = Counters()
         if self._settings.plan_path is not None:
             self._options["policy"] = os.path.abspath(self._settings.plan_path)  # for a copy in another folder
         self._policy = self._settings.policy

@@ -25,6 +25,9 @@ class Settings:
         budget: bytes, a share of the device's memory, or None.
         plan_path: the plan file, or None.
         plan: what it holds.
+        margin: what the default budget leaves free: bytes, or a share of the device.
+        retries: how often a batch is run again after out-of-memory.
+        verify_every_n_steps: how often replay is held against the truth; None: never.
     """
 
     policy: Policy
@@ -32,9 +35,21 @@ class Settings:
     budget: int | float | None
     plan_path: str | None
     plan: PlanFile | None
+    margin: int | str
+    retries: int
+    verify_every_n_steps: int | None
 
 
-def checked(policy: Any, budget: Any, blocks: Any, offload: Any, verify: Any) -> Settings:
+def checked(
+    policy: Any,
+    budget: Any,
+    blocks: Any,
+    offload: Any,
+    verify: Any,
+    margin: Any = "5%",
+    retries: Any = 3,
+    verify_every_n_steps: Any = None,
+) -> Settings:
     """Settings from options as users give them.
 
     Raises:
@@ -48,6 +63,9 @@ def checked(policy: Any, budget: Any, blocks: Any, offload: Any, verify: Any) ->
         check_blocks_option(blocks)
     if not isinstance(verify, bool):
         raise ConfigurationError(f"verify={verify!r} is not a switch; give True or False.")
+    _check_count("retries", retries, least=0, otherwise="0 lets out-of-memory errors through")
+    if verify_every_n_steps is not None:
+        _check_count("verify_every_n_steps", verify_every_n_steps, least=1, otherwise="None for never")
     auto = isinstance(policy, str) and policy == "auto"
     if budget is not None and not auto:
         raise ConfigurationError(
@@ -65,7 +83,13 @@ def checked(policy: Any, budget: Any, blocks: Any, offload: Any, verify: Any) ->
     if parsed.ask is not None and blocks is not None:
         # Naming blocks asks for their borders; without them a function over ops decides about everything.
         parsed = replace(parsed, segment=1)
-    return Settings(parsed, auto, size, path, PlanFile.load(path) if path is not None else None)
+    plan = PlanFile.load(path) if path is not None else None
+    return Settings(parsed, auto, size, path, plan, margin, retries, verify_every_n_steps)
+
+
+def _check_count(name: str, value: Any, least: int, otherwise: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigurationError(f"{name}={value!r}: give a whole number, {least} or more ({otherwise}).")
 
 
 def table_for(kept: Set[str], policy: Policy) -> ActionTable:

@@ -163,13 +163,13 @@ def table(name: str, found: dict[str, Any]) -> Table:
 def main(
     lengths: Annotated[list[str] | None, typer.Option(help="'as they are' or 'varied'; both by default.")] = None,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
-    count: Annotated[int, typer.Option(min=2, help="Batches in an epoch.")] = 150,
+    count: Annotated[int, typer.Option(min=2, help="Batches in an epoch.")] = 60,
     share: Annotated[
         float, typer.Option(min=0, max=1, help="Of the way from full's peak to plain's: the budget.")
     ] = 0.35,
-    blocks: Annotated[int, typer.Option(min=1)] = 6,
-    width: Annotated[int, typer.Option(min=8, help="A multiple of 8, the number of heads.")] = 96,
-    context: Annotated[int, typer.Option(min=2, help="Texts are cut to this.")] = 1024,
+    blocks: Annotated[int, typer.Option(min=1)] = 4,
+    width: Annotated[int, typer.Option(min=8, help="A multiple of 8, the number of heads.")] = 64,
+    context: Annotated[int, typer.Option(min=2, help="Texts are cut to this.")] = 512,
     batch: Annotated[int, typer.Option(min=1)] = 8,
     files: Annotated[int | None, typer.Option(help="Read so many files of the library.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here as well.")] = None,

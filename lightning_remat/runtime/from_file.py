@@ -80,6 +80,9 @@ class FilePilot:
     def meet(self, roots: Sequence[nn.Module]) -> None:
         """The plan is the plan, whatever the model."""
 
+    def tighten(self, asked: int | None) -> str | None:
+        return None
+
     def never_drop(self, op: str) -> None:
         """Keep the results of an op from now on."""
         self.tape.never_drop(op)

@@ -171,10 +171,18 @@ class Pilot:
     def __del__(self) -> None:
         self.close()
 
+    def tighten(self, asked: int | None) -> str | None:
+        return None
+
     def never_drop(self, op: str) -> None:
         """Keep the results of an op from now on."""
         self.tape.never_drop(op)
         self.known.never_drop(self.tape.kept)
+
+    @property
+    def watching(self) -> bool:
+        """Whether memory is being counted, in a traced or a measured step."""
+        return bool(self._watches())
 
     def _watches(self) -> list[StepWatch]:
         return [watch for watch in (self._tracer, self._measuring) if watch is not None]

@@ -34,7 +34,7 @@ from lightning_remat import RematStrategy
 from tests.helpers.bits import difference_in_bits, random_streams
 from tests.helpers.seed import seed_everything
 from tests.helpers.training import Net, trainer_for
-from tests.integrations.faults import FaultMode, Faults, Tripping
+from tests.integrations.faults import FaultMode, Faults, Tripping, faults_now
 
 EPOCH = 10
 """Batches in an epoch: not a multiple of 4, so that accumulation meets the end of one half-way."""
@@ -43,18 +43,17 @@ EPOCH = 10
 class Chaotic(LightningModule):
     """Automatic optimization of a net with dropout and BatchNorm, with metrics, logged values and random numbers."""
 
-    def __init__(self, faults: Faults, optimizer: str = "adam") -> None:
+    def __init__(self, optimizer: str = "adam") -> None:
         super().__init__()
-        self.faults = faults
         self.optimizer = optimizer
-        self.net = tripping_net(faults)
+        self.net = tripping_net()
         self.error = torchmetrics.MeanSquaredError()
         self.largest = torchmetrics.MaxMetric()
         self.seen = torchmetrics.MeanMetric()
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         """A loss; memory may run out anywhere in here, also in the middle of a metric's update."""
-        with self.faults.armed("forward"):
+        with faults_now().armed("forward"):
             x, y = batch
             x = x + 0.01 * random.random() + 0.01 * float(np.random.rand())
             out = self.net(x)
@@ -70,7 +69,7 @@ class Chaotic(LightningModule):
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """The usual one; memory may run out."""
-        with self.faults.armed("backward"):
+        with faults_now().armed("backward"):
             super().backward(loss, *args, **kwargs)
 
     def validation_step(self, batch: Any, index: int) -> None:
@@ -91,14 +90,14 @@ class Chaotic(LightningModule):
 class Adversaries(Chaotic):
     """Manual optimization, two optimizers in turn, the second on what the first has just changed."""
 
-    def __init__(self, faults: Faults) -> None:
-        super().__init__(faults)
+    def __init__(self) -> None:
+        super().__init__()
         self.automatic_optimization = False
-        self.judge = tripping_net(faults)
+        self.judge = tripping_net()
 
     def training_step(self, batch: Any, index: int) -> None:
         """Both players' turns. If the second fails, the first has moved already, which must be taken back or kept."""
-        with self.faults.armed("forward"):
+        with faults_now().armed("forward"):
             x, y = batch
             maker, judge = self.optimizers()
             self.toggle_optimizer(maker)
@@ -117,7 +116,7 @@ class Adversaries(Chaotic):
             self._move(judge)
 
     def _move(self, optimizer: Any) -> None:
-        with self.faults.armed(None):
+        with faults_now().armed(None):
             self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
             optimizer.step()
             optimizer.zero_grad()
@@ -131,11 +130,11 @@ class Adversaries(Chaotic):
         ]
 
 
-def tripping_net(faults: Faults) -> Net:
+def tripping_net() -> Net:
     """`Net` with a point that may fail behind every block."""
     net = Net(width=16, depth=3)
     for i, layer in enumerate(net.layers):
-        net.layers[i] = Tripping(layer, faults)
+        net.layers[i] = Tripping(layer)
     return net
 
 
@@ -176,7 +175,7 @@ def _counting(name: str) -> Callable[..., None]:
     def hook(self: Counting, *args: Any, **kwargs: Any) -> None:
         self.counts[name] += 1
         if name == "on_train_batch_start":
-            self.faults.new_batch()
+            faults_now().new_batch()
 
     return hook
 
@@ -184,8 +183,7 @@ def _counting(name: str) -> Callable[..., None]:
 class Counting(Callback):
     """Counts every call of every hook, and tells the faults of a new batch."""
 
-    def __init__(self, faults: Faults) -> None:
-        self.faults = faults
+    def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
 
     for _name, _ in inspect.getmembers(Callback, inspect.isfunction):
@@ -197,7 +195,7 @@ class Counting(Callback):
 class Scenario:
     """A way to train."""
 
-    make: Callable[[Faults], Chaotic]
+    make: Callable[[], Chaotic]
     options: dict[str, Any] = field(default_factory=dict)
     manual: bool = False
 
@@ -205,8 +203,8 @@ class Scenario:
 SCENARIOS = {
     "Adam, clipped": Scenario(make=Chaotic, options={"gradient_clip_val": 0.5}),
     "Adam, accumulated": Scenario(make=Chaotic, options={"accumulate_grad_batches": 4, "gradient_clip_val": 0.5}),
-    "SGD, accumulated": Scenario(make=lambda f: Chaotic(f, "sgd"), options={"accumulate_grad_batches": 4}),
-    "SGD, bf16-mixed": Scenario(make=lambda f: Chaotic(f, "sgd"), options={"precision": "bf16-mixed"}),
+    "SGD, accumulated": Scenario(make=lambda: Chaotic("sgd"), options={"accumulate_grad_batches": 4}),
+    "SGD, bf16-mixed": Scenario(make=lambda: Chaotic("sgd"), options={"precision": "bf16-mixed"}),
     "Adam, bf16-mixed, accumulated": Scenario(
         make=Chaotic, options={"precision": "bf16-mixed", "accumulate_grad_batches": 4, "gradient_clip_val": 0.5}
     ),
@@ -237,8 +235,8 @@ def train(scenario: Scenario, strategy: Any, faults: Faults, steps: int) -> Outc
     # Few rows: what one BatchNorm sees differs from row to row, and the last batch of an epoch is a smaller one.
     rows = 8 * EPOCH - 3
     data = TensorDataset(torch.randn(rows, 8, generator=generator), torch.randn(rows, 1, generator=generator))
-    module = scenario.make(faults)
-    counting, logger = Counting(faults), Recorded()
+    module = scenario.make()
+    counting, logger = Counting(), Recorded()
     trainer = trainer_for(
         strategy,
         [counting],

@@ -42,10 +42,6 @@ class Faults:
         self._left = 0
         self._once_more = False
 
-    def __deepcopy__(self, memo: Any) -> Faults:
-        """A model that is copied goes on under the same faults."""
-        return self
-
     def new_batch(self) -> None:
         """The batch that comes may fail ``most`` times, however often it is run."""
         self._left = self.most
@@ -81,6 +77,18 @@ class Faults:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB. (This is made up.)")
 
 
+_in_force: list[Faults] = []
+
+
+def faults_now() -> Faults:
+    """Those of the mode that is entered.
+
+    A module must not hold them: what a module holds is put back with it when a batch is run again, and a failure that
+    is put back comes again.
+    """
+    return _in_force[-1]
+
+
 class FaultMode(TorchDispatchMode):
     """Ops that fail. Entered around the whole of ``fit``, it is below the tape: what the tape calls, replay included,
     arrives here."""
@@ -89,6 +97,15 @@ class FaultMode(TorchDispatchMode):
         super().__init__()
         self.faults = faults
         self._allocates: dict[Any, bool] = {}
+
+    def __enter__(self) -> FaultMode:
+        _in_force.append(self.faults)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _in_force.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         allocates = self._allocates.get(func)
@@ -110,26 +127,24 @@ class _Trip(torch.autograd.Function):
     """The identity, which may fail in either direction."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, faults: Faults) -> Tensor:
-        ctx.faults = faults
-        faults.trip("function")
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        faults_now().trip("function")
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.faults.trip("function")
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        faults_now().trip("function")
+        return grad
 
 
 class Tripping(nn.Module):
     """A module, and behind it a point that may fail: user code, in which no op can be run again."""
 
-    def __init__(self, inner: nn.Module, faults: Faults) -> None:
+    def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
-        self.faults = faults
 
     def forward(self, x: Tensor) -> Tensor:
         """What the module gives."""
-        out: Tensor = _Trip.apply(self.inner(x), self.faults)
+        out: Tensor = _Trip.apply(self.inner(x))
         return out

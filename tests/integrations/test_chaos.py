@@ -60,7 +60,7 @@ def test_the_comparison_sees_a_batch_that_was_counted_twice() -> None:
         return twice
 
     scenario = SCENARIOS["Adam, clipped"]
-    module = type("Careless", (type(scenario.make(Faults())),), {})
+    module = type("Careless", (type(scenario.make()),), {})
     module.training_step = careless(module.training_step)
     plain = train(scenario, "auto", Faults(), STEPS)
     other = train(type(scenario)(make=module, options=scenario.options), "auto", Faults(), STEPS)

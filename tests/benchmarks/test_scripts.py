@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import runpy
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.benchmarks import optimality
 
@@ -117,3 +119,50 @@ def test_planning_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert row["records"] > 50
     assert row["events"] > 3 * row["records"]
     assert row["planning_seconds"]["0.75"] > 0
+
+
+def test_lengths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Plain training does not get through the epoch, ours does, in the same budget as the fixed policies."""
+    sizes = ("--blocks", "3", "--width", "32", "--context", "192", "--batch", "4", "--count", "8")
+    options = ("--files", "15", "--rounds", "1", "--lengths", "varied")
+    written = run(monkeypatch, "lengths.py", tmp_path, *options, small=sizes)
+
+    found = written["results"]["varied"]
+    assert found["lengths"][-1] > 10 * found["lengths"][0]
+    rows = {row["variant"]: row for row in found["rows"]}
+    assert rows["none"]["failure"] is not None
+    for name in ("full", "auto"):
+        assert rows[name]["failure"] is None
+        assert rows[name]["trained"] == 8
+        assert rows[name]["peak_bytes"] <= found["budget_bytes"]
+
+
+def test_overhead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Three trainings take turns to their ends, and as many batches of each count."""
+    written = run(monkeypatch, "overhead.py", tmp_path, "--steps", "9", "--in-a-row", "2")
+
+    for row in written["results"].values():
+        # Of nine, the 6th and the 8th: the first four do not count, neither do the first of turns of two.
+        assert row["steps"] == 2
+        assert row["ratio"] > 0
+
+
+def test_the_allocator_that_is_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts what is alive, views not twice, and a refusal leaves nothing behind."""
+    monkeypatch.syspath_prepend(HERE)
+    for name in ("fits", "models"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    allocator = importlib.import_module("fits").Allocator(limit=10_000)
+    with allocator:
+        a = torch.ones(1000)
+        b = a.view(10, 100).add_(1)
+        assert allocator.live == 4000
+        before = torch.get_rng_state()
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.rand(2000)
+        assert torch.equal(before, torch.get_rng_state())
+        assert allocator.live == 4000
+        del a, b
+        assert allocator.live == 0
+    assert allocator.peak == 4000
+    assert allocator.refused == 1

@@ -182,6 +182,7 @@ class Remat:
         self._blocks: list[str] = []
         self._depth = 0
         self._stack: ExitStack | None = None
+        self._resting = False  # the step that runs has no tape
         self._active: Tape | None = None
         self._steps = 0
         self._recorded = 0
@@ -439,7 +440,10 @@ class Remat:
     ) -> None:
         """End it. Backward may run before or after."""
         self._depth -= 1
-        if self._depth == 0 and self._stack is not None:
+        if self._depth == 0 and self._resting:
+            self._resting = False
+            self.counters.steps += kind is None
+        elif self._depth == 0 and self._stack is not None:
             tape = self._active
             self._end()
             if self._pilot is not None:
@@ -454,6 +458,7 @@ class Remat:
     def _begin(self) -> None:
         self._clock.on_replay = None
         if self._pilot is not None and self._pilot.resting(self.guarded):
+            self._resting = True
             self._recorded = 0
             self._clock.reset()
             return

@@ -196,6 +196,7 @@ def test_from_the_fifth_step_on_there_is_no_tape(budget: Any, monkeypatch: pytes
     assert_same_training(net, [batch(MANY)] * 9, step, remat=remat)
     assert off == [False] * 4 + [True] * 5
     assert len(entered) == 3
+    assert remat.counters.steps == 9
     assert remat.stats.recorded_ops == remat.stats.replayed_ops == 0
     assert optimizers._global_optimizer_pre_hooks == hooks
     assert remat.counters.notes[-1] == "everything can be kept: steps run without the tape"

@@ -60,7 +60,7 @@ class LoopState:
         """Why :meth:`restore` would refuse, or None."""
         return None if self._metrics is None else self._metrics.why_not()
 
-    def restore(self) -> None:
+    def restore(self, *, last: bool = False) -> None:
         """Put everything back; can be repeated after each try.
 
         Raises:

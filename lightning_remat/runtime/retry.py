@@ -33,8 +33,12 @@ class Undo(Protocol):
     def why_not(self) -> str | None:
         """Why it cannot be put back, as the end of a sentence; None: it can."""
 
-    def restore(self) -> None:
-        """Put it back; may be called several times."""
+    def restore(self, *, last: bool = False) -> None:
+        """Put it back; may be called several times.
+
+        Args:
+            last: the try that comes is the last one.
+        """
 
     def release(self) -> None:
         """The step went well: forget what was noted."""
@@ -43,14 +47,14 @@ class Undo(Protocol):
 class Way(Protocol):
     """What whoever runs steps can do about memory."""
 
-    def tighten(self, asked: int | None) -> str | None:
+    def tighten(self, asked: int | None) -> tuple[str, bool]:
         """Make the next try need less.
 
         Args:
             asked: bytes that could not be had; None: not known.
 
         Returns:
-            What is tried next, in words; None: there is nothing left to try.
+            What is tried next, in words, and whether it needs less.
         """
 
     def settled(self) -> None:
@@ -129,10 +133,10 @@ class Retry:
                 self.counters.out_of_memory += 1
                 tries += 1
                 asked = bytes_asked(error)
-                next_try = way.tighten(asked) if self._taken and tries <= self.retries else None
-                if next_try is None:
+                if not self._taken or tries > self.retries:
                     why = self._restore() if self._taken else "memory ran out before the step itself had begun"
                     raise way.give_up(error, tries, why) from error
+                next_try, tighter = way.tighten(asked)
                 said = str(error)
                 # What is left of it holds the step's tensors: nothing is undone before it has gone.
             else:
@@ -140,7 +144,7 @@ class Retry:
                     way.settled()
                 return result
             collect()
-            why = self._restore()
+            why = self._restore(last=tries == self.retries and not tighter)
             if why is not None:
                 raise way.give_up(torch.OutOfMemoryError(said), tries, why) from None
             self.counters.retries += 1
@@ -148,13 +152,13 @@ class Retry:
             wanted = f" ({format_bytes(asked)} could not be had)" if asked else ""
             log.warning("out of memory in a training step%s: the same batch is run again, %s.", wanted, next_try)
 
-    def _restore(self) -> str | None:
+    def _restore(self, last: bool = False) -> str | None:
         """Leave things as they were before the step; why that cannot be, and then nothing is changed."""
         reasons = (part.why_not() for part in self._undo)
         why = next((reason for reason in reasons if reason is not None), None)
         if why is None:
             for part in self._undo:
-                part.restore()
+                part.restore(last=last)
         return why
 
 

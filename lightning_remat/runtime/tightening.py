@@ -38,23 +38,24 @@ class Tightening:
     """The way of one engine (:class:`~lightning_remat.runtime.retry.Way`), while a step runs.
 
     Under ``policy="auto"`` the pilot knows plans that need less. A fixed policy is replaced by the lean one for this
-    batch; from the third time on, for good. Where nothing is leaner, the same is tried again, since by now the caches are
-    empty and others may have freed memory.
+    batch; from the third time on, for good. Where nothing is leaner, the same is tried again, since by now
+    the caches are empty and others may have freed memory.
     """
 
     def __init__(self, remat: Remat) -> None:
         self.remat = remat
         self._tried = ["as planned"]
 
-    def tighten(self, asked: int | None) -> str:
+    def tighten(self, asked: int | None) -> tuple[str, bool]:
         """See :class:`~lightning_remat.runtime.retry.Way`."""
         remat = self.remat
         remat.press()
         words = remat.pilot.tighten(asked) if remat.pilot is not None else self._leaner()
+        tighter = words is not None
         words = words or "as before, with all caches emptied"
         self._tried.append(words)
         remat.counters.notes.append(f"step {remat.counters.steps + 1} ran out of memory: run again {words}")
-        return words
+        return words, tighter
 
     def _leaner(self) -> str | None:
         remat = self.remat

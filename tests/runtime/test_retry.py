@@ -24,10 +24,10 @@ class Way:
         self.well = 0
         self.ends: list[tuple[BaseException, int, str | None]] = []
 
-    def tighten(self, asked: int | None) -> str | None:
+    def tighten(self, asked: int | None) -> tuple[str, bool]:
         self.asked.append(asked)
         self.tighter -= 1
-        return "with less" if self.tighter >= 0 else None
+        return "with less", self.tighter >= 0
 
     def settled(self) -> None:
         self.well += 1
@@ -52,8 +52,8 @@ class Counter:
     def why_not(self) -> str | None:
         return "it is gone" if self.irreversible else None
 
-    def restore(self) -> None:
-        self.calls.append("restore")
+    def restore(self, *, last: bool = False) -> None:
+        self.calls.append("restore, the last" if last else "restore")
         self.value = self.taken
 
     def release(self) -> None:
@@ -108,10 +108,11 @@ def test_the_number_of_tries_is_bounded(retry: Retry) -> None:
 
 
 def test_nothing_tighter_is_left(retry: Retry) -> None:
+    """The same is tried again, and the parts are told when it is the last time."""
     way, counter = Way(tighter=1), Counter()
-    with pytest.raises(NoMemoryLeft, match="2 tries"):
-        retry.run(failing(counter, 99), way, [counter])
-    assert counter.value == 0
+    assert retry.run(failing(counter, 3), way, [counter]) == "done"
+    assert counter.calls == ["take", "restore", "restore", "restore, the last", "release"]
+    assert counter.value == 1
 
 
 def test_what_cannot_be_undone_is_not_run_again(retry: Retry) -> None:
@@ -182,9 +183,9 @@ def test_nothing_of_a_failed_try_is_alive_when_it_is_undone(retry: Retry) -> Non
     alive: list[weakref.ref[torch.Tensor]] = []
 
     class Looks(Counter):
-        def restore(self) -> None:
+        def restore(self, *, last: bool = False) -> None:
             assert alive[-1]() is None
-            super().restore()
+            super().restore(last=last)
 
     def step() -> None:
         big = torch.zeros(10)

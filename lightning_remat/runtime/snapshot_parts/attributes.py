@@ -71,11 +71,16 @@ class Attributes:
         """Why something cannot be put back, or None."""
         return None if self._contents is None else self._contents.why_not()
 
-    def restore(self) -> None:
-        """Put back every attribute that was replaced, remove new ones, then put back what they hold."""
+    def restore(self, *, flags: bool = True) -> None:
+        """Put back every attribute that was replaced, remove new ones, then put back what they hold.
+
+        Args:
+            flags: words, switches and None as well. A step that fails whenever it finds one ("the first time, ...")
+                would otherwise fail for ever.
+        """
         for (present, names), row, size in zip(self._plain, self._rows, self._sizes, strict=True):
             for name, value in zip(names, row, strict=True):
-                if present.get(name, _MISSING) is not value:
+                if present.get(name, _MISSING) is not value and (flags or not _is_flag(value)):
                     present[name] = value
             if len(present) != size:
                 for name in [n for n in present if n not in _STANDARD and n not in names]:
@@ -85,7 +90,7 @@ class Attributes:
             for name in [n for n in present if n not in _STANDARD and n not in old]:
                 del present[name]
             for name, value in old.items():
-                if present.get(name, _MISSING) is not value:
+                if present.get(name, _MISSING) is not value and (flags or not _is_flag(value)):
                     present[name] = value
         if self._contents is not None:
             self._contents.restore()
@@ -126,6 +131,12 @@ class Attributes:
             else:
                 entries.append((name, contents.keep(value, f"{prefix}.{name}", whole=name in states)))
         return entries
+
+
+def _is_flag(value: Any) -> bool:
+    if type(value) is tuple:
+        return any(map(_is_flag, value))
+    return isinstance(value, (str, bytes, bool, NoneType))
 
 
 def _nested(value: Any) -> bool:

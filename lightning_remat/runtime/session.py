@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lightning_remat.engine import (
+    eviction,
     generators,
     ledger,
     plain,
@@ -22,6 +23,7 @@ from lightning_remat.engine import (
     regions,
     replay,
     rules,
+    sources,
     store,
     tape,
     transforms,
@@ -57,7 +59,21 @@ if TYPE_CHECKING:
 log = logging.getLogger("lightning_remat")
 
 hide_from_compiler(
-    generators, ledger, plain, planned, regions, replay, rules, store, tape, transforms, values, verify, writes
+    eviction,
+    generators,
+    ledger,
+    plain,
+    planned,
+    regions,
+    replay,
+    rules,
+    sources,
+    store,
+    tape,
+    transforms,
+    values,
+    verify,
+    writes,
 )
 # A step that is traced, planned or measured runs these inside of what may be compiled.
 hide_from_compiler(from_file, known, measuring, memory, pilot, static, tracer, tracing)

@@ -74,7 +74,12 @@ class Eviction:
         self.evicted_bytes = 0
         self.failures = 0
         self.known: list[weakref[Source]] = []
-        self._tapes: WeakSet[Sources] = WeakSet()
+        self._tapes: WeakSet[Sources] = WeakSet()  # those that were left as well: their values may be still to come
+
+    @property
+    def replaying(self) -> bool:
+        """Whether recorded ops are being run again right now."""
+        return any(tape.paused for tape in self._tapes)
 
     def attach(self, tape: Sources) -> None:
         """Look after what a tape keeps, from its next step on; not to be called during one."""
@@ -84,7 +89,6 @@ class Eviction:
     def detach(self, tape: Sources) -> None:
         """Leave a tape alone from its next step on. What has been evicted is still computed when it is asked for."""
         tape.eviction = None
-        self._tapes.discard(tape)
 
     def prune(self) -> None:
         """Forget sources that nobody refers to any more."""

@@ -31,7 +31,7 @@ _STRIDED = torch.strided
 _grad_enabled = torch.is_grad_enabled
 _NoModes = torch._C._DisableTorchDispatch
 
-# What may be done with an op, by what it is: see _verdict.
+# What may be done with an op, by what it is: see verdict_on.
 NEVER = 0  # a failed call may have left something behind, so it is not called again
 AGAIN = 1  # call it again; what it makes is no recipe's
 NOTE = 2  # call it again, and note how its result was made
@@ -103,7 +103,8 @@ class Saved:
         return tensor
 
 
-def _verdict(func: Any) -> int:
+def verdict_on(func: Any) -> int:
+    """What may be done with an op: NEVER, AGAIN, NOTE or NOTE_RULE."""
     rule = rule_for(func)
     if rule.form in ("blank", "view") or (rule.form == "pure" and rule.kind == "factory"):
         return AGAIN
@@ -120,6 +121,7 @@ class Sources(Store):
     Attributes:
         eviction: looks after what is kept; None: nothing is noted.
         sources: what each storage holds.
+        paused: ops are only called, for as long as a replay runs.
         count: ops recorded so far, over all steps; gives ops their order.
         position: how many counted ops have run in this step, where a plan counts them.
     """
@@ -128,6 +130,7 @@ class Sources(Store):
         super().__init__()
         self.eviction: Any = None
         self.sources: dict[Any, Source] = {}
+        self.paused = False
         self.count = 0
         self.position = 0
         self._forget_source = forgetter(self.sources)
@@ -141,10 +144,10 @@ class Sources(Store):
             self.eviction.prune()
 
     def verdict(self, func: Any) -> int:
-        """What may be done with an op: NEVER, AGAIN, NOTE or NOTE_RULE."""
+        """What :func:`verdict_on` says, kept."""
         found = self._verdicts.get(id(func))
         if found is None:
-            found = self._verdicts[id(func)] = _verdict(func)
+            found = self._verdicts[id(func)] = verdict_on(func)
         return found
 
     # ------------------------------------------------------------------ what ops make

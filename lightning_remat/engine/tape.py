@@ -66,7 +66,6 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     Attributes:
         actions: what to do with each overload; swapped at the borders of regions.
         clock: what replay has cost.
-        paused: ops are only called, for as long as a replay runs.
     """
 
     supports_higher_order_operators = True
@@ -74,7 +73,6 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     def __init__(self, clock: Clock) -> None:
         super().__init__()
         self.clock = clock
-        self.paused = False
         self.actions = ActionTable(lambda rule: PASS)
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 

@@ -294,12 +294,29 @@ NOT_IN_THE_DATABASE = {
 OPS = opdb.differentiable(torch.float32)
 
 
+COVER = (
+    "nn.functional.multi_head_attention_forward nn.functional.cosine_embedding_loss __rmatmul__ cartesian_prod "
+    "nn.functional.poisson_nll_loss nn.functional.smooth_l1_loss nn.functional.local_response_norm tensordot "
+    "log_softmax.with_dtype cumulative_trapezoid nn.functional.nll_loss tanh log1p fliplr var.unbiased erf cos "
+    "var_mean.unbiased as_strided.partial_views nn.functional.logsigmoid rsqrt index_select split.list_args "
+    "reciprocal nn.functional.leaky_relu nn.functional.relu6 select nn.functional.softplus nn.functional.layer_norm "
+    "nn.functional.upsample_bilinear nn.functional.adaptive_avg_pool2d fft.fftshift nn.functional.hardswish unbind "
+    "nn.functional.relu nn.functional.selu nn.functional.interpolate.nearest __rsub__ squeeze.multiple lerp clamp "
+    "take_along_dim nn.functional.embedding nn.functional.mish nn.functional.huber_loss native_batch_norm addcdiv "
+    "__getitem__ nn.functional.conv_transpose2d nn.functional.threshold nn.functional.group_norm tril triu addmv "
+    "nn.functional.silu nn.functional.binary_cross_entropy_with_logits sigmoid nn.functional.hardsigmoid addcmul "
+    "nn.functional.mse_loss nn.functional.gelu addbmm nn.functional.binary_cross_entropy nn.functional.glu "
+    "nn.functional.scaled_dot_product_attention nn.functional.max_pool1d"
+)
+"""Ops whose samples have every node of the list in their graphs."""
+
+
 @pytest.mark.filterwarnings("ignore")  # what the database's samples warn of is not the subject
-def test_safe_nodes_compute_the_same_under_a_mode_on_samples_of_all_operators() -> None:
+def test_every_node_of_the_list_computes_the_same_under_a_mode() -> None:
     met: set[str] = set()
     for op in OPS:
-        met |= check(op, limit=2)
-    assert len(met) > 100
+        if opdb.name_of(op) in COVER.split():
+            met |= check(op, limit=4)
     assert SAFE - met == NOT_IN_THE_DATABASE
 
 

@@ -14,7 +14,7 @@ Two things differ, and both change bits or lose an error:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from threading import Lock
 from typing import Any
 
@@ -35,9 +35,13 @@ _AUTOCAST = tuple(key for name, key in torch._C.DispatchKey.__members__.items() 
 # from torch.pinverse, and is computed in float32, as the latter is.
 _LEAVES_TO_AUTOCAST = {"aten::_trilinear": "aten::bilinear", "aten::linalg_pinv": "aten::pinverse"}
 
+Guard = Callable[[Sequence[Any], bool], Any]
+"""(tensors that a backward pass starts from, create_graph) -> a context manager to run it in, or None."""
+
 _lock = Lock()
 _outside: list[Any] = []  # modes that stay outside of backward, once for each time they have been entered
 _watchers: list[Callable[[bool], None]] = []
+_guards: list[Guard] = []
 _original: Callable[..., Any] | None = None
 
 
@@ -60,15 +64,21 @@ def watch_backward(ended: Callable[[bool], None]) -> Callable[[], None]:
     return lambda: _unpatch(_watchers, ended)
 
 
+def guard_backward(guard: Guard) -> Callable[[], None]:
+    """Have every backward pass run in what ``guard`` gives for it, until the function that this returns is called."""
+    _patch(_guards, guard)
+    return lambda: _unpatch(_guards, guard)
+
+
 def _patch(entries: list[Any], entry: Any) -> None:
     """Take over the function that ``torch.autograd.backward`` and ``grad`` both call.
 
-    There is no official switch. PyTorch itself replaces it for tracing; where neither list has anything to say, it does
+    There is no official switch. PyTorch itself replaces it for tracing; where no list has anything to say, it does
     what it always does.
     """
     global _original
     with _lock:
-        if not _outside and not _watchers:
+        if not (_outside or _watchers or _guards):
             _original = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
             torch.autograd._engine_run_backward = _run_backward  # type: ignore[attr-defined]
         entries.append(entry)
@@ -79,7 +89,7 @@ def _unpatch(entries: list[Any], entry: Any) -> None:
     with _lock:
         if entry in entries:
             entries.remove(entry)
-            if not _outside and not _watchers:
+            if not (_outside or _watchers or _guards):
                 torch.autograd._engine_run_backward = _original  # type: ignore[attr-defined, assignment]
 
 
@@ -95,12 +105,10 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
 
 
 def _without_modes(*args: Any, **kwargs: Any) -> Any:
-    original = _original
-    assert original is not None
     stack = dispatch._get_current_dispatch_mode_stack()
     first = next((position for position, mode in enumerate(stack) if mode in _outside), None)
     if first is None:
-        return original(*args, **kwargs)
+        return _guarded(*args, **kwargs)
     taken = stack[first:]
     others = [mode for mode in taken if mode not in _outside]
     _swap(len(taken), others)
@@ -109,11 +117,25 @@ def _without_modes(*args: Any, **kwargs: Any) -> Any:
     # thread with the GIL in hand.
     hooks = list(_pop_hooks([mode for mode in taken if mode in _outside]))
     try:
-        return original(*args, **kwargs)
+        return _guarded(*args, **kwargs)
     finally:
         for pair in reversed(hooks):
             pair.__enter__()
         _swap(len(others), taken)
+
+
+def _guarded(*args: Any, **kwargs: Any) -> Any:
+    original = _original
+    assert original is not None
+    if not _guards:
+        return original(*args, **kwargs)
+    with ExitStack() as stack:
+        for guard in list(_guards):
+            # As torch.autograd passes them: tensors, their gradients, keep_graph, create_graph, ...
+            context = guard(args[0], bool(args[3] if len(args) > 3 else kwargs.get("create_graph", True)))
+            if context is not None:
+                stack.enter_context(context)
+        return original(*args, **kwargs)
 
 
 def _pop_hooks(tapes: Sequence[Any]) -> Iterator[Any]:

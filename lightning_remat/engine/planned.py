@@ -9,6 +9,7 @@ anew, and may change the instructions for the rest of the step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,7 +76,6 @@ class PlannedTape(Tape):  # type: ignore[no-untyped-call]  # torch's __init_subc
     def __init__(self, clock: Clock) -> None:
         super().__init__(clock)
         self.script: Script = []
-        self.position = 0
         self.on_other_op: Callable[[int, str], Script | None] = lambda position, name: None
         self.on_other_size: Callable[[int, int], Script | None] = lambda position, size: None
         self.fallback = ActionTable(lambda rule: action_for(rule, rule.kind == "cheap" and rule.name not in self.kept))
@@ -105,7 +105,13 @@ class PlannedTape(Tape):  # type: ignore[no-untyped-call]  # torch's __init_subc
         if action == PASS or self.paused:
             if action == HIGHER:
                 return func(*args, **(kwargs or {}))
-            return func._op(*args, **kwargs) if kwargs else func._op(*args)
+            try:
+                return func._op(*args, **kwargs) if kwargs else func._op(*args)
+            except RuntimeError as error:
+                asked = self._asked(func, error)
+                if asked < 0:
+                    raise
+            return self._kept_again(func, args, kwargs, asked)
         if action != COUNT:
             return self._dispatch_rest(action, func, args, kwargs or {})
         if not _grad_enabled():
@@ -122,11 +128,21 @@ class PlannedTape(Tape):  # type: ignore[no-untyped-call]  # torch's __init_subc
             expected, size = None, -1
         if expected is not func:
             action, size = self._unexpected(position, func)
-        if action == RECORD:
-            out = func._op(*args, **kwargs) if kwargs else func._op(*args)
-            self._record(func, args, kwargs, out, None, None)
-        elif action == PASS:
-            out = func._op(*args, **kwargs) if kwargs else func._op(*args)
+        if action <= RECORD:  # or PASS
+            try:
+                out = func._op(*args, **kwargs) if kwargs else func._op(*args)
+            except RuntimeError as error:
+                asked = self._asked(func, error)
+                if asked < 0:
+                    raise
+            else:
+                asked = -1
+            if asked >= 0:
+                out = self.eviction.again(partial(func._op, *args, **(kwargs or {})), asked)
+            if action == RECORD:
+                self._record(func, args, kwargs, out, None, None)
+            elif self.eviction is not None:
+                self._note_kept(func, args, kwargs, out)
         elif WRITE <= action <= WRITE_KEEP:
             out = self._write(action, func, args, kwargs or {})
         else:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -46,8 +46,20 @@ class Clock:
         self.seconds = 0.0
 
 
-def restore(value: Value, clock: Clock) -> None:
+class Room(Protocol):
+    """Somebody who makes room where there is none; an :class:`~lightning_remat.engine.eviction.Eviction`."""
+
+    def run(self, op: Op, pending: list[Op]) -> None:
+        """Run an op with all that it takes, and leave alone what ``pending`` ops read."""
+
+
+def restore(value: Value, clock: Clock, room: Room | None = None) -> None:
     """Make a dropped value's content present again, together with what it takes on the way.
+
+    Args:
+        value: absent so far.
+        clock: is told what it cost.
+        room: makes room where an op runs out of memory; None: the error goes up.
 
     Raises:
         ReplayError: an input was changed where the tape could not see it, or an op gave something of another shape
@@ -63,19 +75,25 @@ def restore(value: Value, clock: Clock) -> None:
         with _BelowAutograd(), _DisableAutocast():
             clock.replayed_ops += len(ops)
             if clock.on_replay is not None:
-                _run_timed(ops, clock.on_replay)
+                _run_timed(ops, clock.on_replay, room)
             while ops:
-                run(ops.pop())
+                if room is None:
+                    run(ops.pop())
+                else:
+                    room.run(ops.pop(), ops)
     finally:
         _set_grad_enabled(grad)
         clock.seconds += perf_counter() - start
 
 
-def _run_timed(ops: list[Op], report: Callable[[Op, float], None]) -> None:
+def _run_timed(ops: list[Op], report: Callable[[Op, float], None], room: Room | None) -> None:
     while ops:
         start = perf_counter()
         op = ops.pop()
-        run(op)
+        if room is None:
+            run(op)
+        else:
+            room.run(op, ops)
         report(op, perf_counter() - start)
 
 

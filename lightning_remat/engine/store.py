@@ -19,7 +19,7 @@ from torch.nn.parameter import Parameter
 from lightning_remat.engine.values import HELD, Op, Ref, Value, geometry_of, storage_copy
 
 _PLAIN = frozenset({Tensor, Parameter, torch.nn.Buffer})
-_CONSTANTS = frozenset(
+CONSTANTS = frozenset(
     {
         int,
         float,
@@ -114,7 +114,7 @@ class Store:
                         a = (value, (a.size(), a.stride(), a.storage_offset(), a.dtype))
             elif kind is Parameter:
                 a = self._parameter_ref(a, a.untyped_storage())
-            elif kind in _CONSTANTS:
+            elif kind in CONSTANTS:
                 pass
             elif kind is list:
                 a = self._arguments(a, needs)
@@ -175,6 +175,16 @@ class Store:
         value.anchor = id(storage)
         self.leaves[weakref(storage, self._forget_leaf)] = weakref(value)
         return (value, None)
+
+    def reference_to(self, tensor: Tensor) -> Value:
+        """The value that stands for what a tensor holds that the tape did not compute."""
+        storage = tensor.untyped_storage()
+        reference = self._parameter_ref(tensor, storage) if tensor.__class__ is Parameter else None
+        return (reference or self._leaf_ref(tensor, storage))[0]
+
+    def add_leaf(self, tensor: Tensor, value: Value) -> None:
+        """Have a value found by whoever reads or overwrites the storage of ``tensor``."""
+        self.leaves[weakref(tensor.untyped_storage(), self._forget_leaf)] = weakref(value)
 
     def _before_write(self, tensor: Tensor) -> Value | None:
         """Make sure that what was recorded still finds the content that is about to be overwritten.

@@ -15,6 +15,7 @@ counter are invisible, except into memory from a factory function, which is why 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from weakref import ref as weakref
 
@@ -35,9 +36,11 @@ from lightning_remat.engine.actions import (
     ActionTable,
 )
 from lightning_remat.engine.generators import NoGenerator, RecordedState
+from lightning_remat.engine.out_of_memory import bytes_asked, is_out_of_memory
 from lightning_remat.engine.plain import call_as_plain
 from lightning_remat.engine.replay import Clock, restore
 from lightning_remat.engine.rules import Rule, rule_for
+from lightning_remat.engine.sources import NEVER, Saved, crosses_bus, is_recipe
 from lightning_remat.engine.store import Unrecordable, alias
 from lightning_remat.engine.values import (
     PACKED,
@@ -63,7 +66,6 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     Attributes:
         actions: what to do with each overload; swapped at the borders of regions.
         clock: what replay has cost.
-        paused: ops are only called, for as long as a replay runs.
     """
 
     supports_higher_order_operators = True
@@ -71,7 +73,6 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     def __init__(self, clock: Clock) -> None:
         super().__init__()
         self.clock = clock
-        self.paused = False
         self.actions = ActionTable(lambda rule: PASS)
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
@@ -96,12 +97,29 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         if action == PASS or self.paused:
             if action == HIGHER:
                 return func(*args, **(kwargs or {}))
-            return func._op(*args, **kwargs) if kwargs else func._op(*args)
+            try:
+                out = func._op(*args, **kwargs) if kwargs else func._op(*args)
+            except RuntimeError as error:
+                asked = self._asked(func, error)
+                if asked < 0:
+                    raise
+            else:
+                if self.eviction is not None and not self.paused:
+                    self._note_kept(func, args, kwargs, out)
+                return out
+            return self._kept_again(func, args, kwargs, asked)
         if action == RECORD:
-            out = func._op(*args, **kwargs) if kwargs else func._op(*args)
-            if _grad_enabled():
-                self._record(func, args, kwargs, out, None, None)
-            return out
+            try:
+                out = func._op(*args, **kwargs) if kwargs else func._op(*args)
+            except RuntimeError as error:
+                asked = self._asked(func, error)
+                if asked < 0:
+                    raise
+            else:
+                if _grad_enabled():
+                    self._record(func, args, kwargs, out, None, None)
+                return out
+            return self._recorded_again(func, args, kwargs, asked)
         if WRITE <= action <= WRITE_KEEP:
             return self._write(action, func, args, kwargs or {})
         return self._dispatch_rest(action, func, args, kwargs or {})
@@ -109,12 +127,29 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     def act(self, action: int, func: Any, args: Any, kwargs: Any) -> Any:
         """What :meth:`__torch_dispatch__` does for a given action; written out there, since a call costs a frame."""
         if action == PASS:
-            return func._op(*args, **kwargs) if kwargs else func._op(*args)
+            try:
+                out = func._op(*args, **kwargs) if kwargs else func._op(*args)
+            except RuntimeError as error:
+                asked = self._asked(func, error)
+                if asked < 0:
+                    raise
+            else:
+                if self.eviction is not None:
+                    self._note_kept(func, args, kwargs, out)
+                return out
+            return self._kept_again(func, args, kwargs, asked)
         if action == RECORD:
-            out = func._op(*args, **kwargs) if kwargs else func._op(*args)
-            if _grad_enabled():
-                self._record(func, args, kwargs, out, None, None)
-            return out
+            try:
+                out = func._op(*args, **kwargs) if kwargs else func._op(*args)
+            except RuntimeError as error:
+                asked = self._asked(func, error)
+                if asked < 0:
+                    raise
+            else:
+                if _grad_enabled():
+                    self._record(func, args, kwargs, out, None, None)
+                return out
+            return self._recorded_again(func, args, kwargs, asked)
         if WRITE <= action <= WRITE_KEEP:
             return self._write(action, func, args, kwargs or {})
         return self._dispatch_rest(action, func, args, kwargs or {})
@@ -141,15 +176,50 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
                 keep = True
         if rule.hidden:
             self._before_hidden_write(rule, args)
-        if rule.inner:
-            out, autocast = call_as_plain(func, args, kwargs)
-            keep = keep or autocast
+        autocast = False
+        try:
+            if rule.inner:
+                out, autocast = call_as_plain(func, args, kwargs)
+            else:
+                out = func(*args, **kwargs)
+        except RuntimeError as error:
+            asked = self._asked(func, error, rng)
+            if asked < 0:
+                raise
         else:
-            out = func(*args, **kwargs)
-        if rule.transfers and kwargs.get("device") not in (None, args[0].device):
-            keep = True  # it crosses the bus
-        if not keep and (action != ASK or self.decide(rule, out)):
+            asked = -1
+        if asked >= 0:
+            call = partial(call_as_plain if rule.inner else _call_plainly, func, args, kwargs)
+            out, autocast = self.eviction.again(call, asked, rng)
+        crosses = crosses_bus(rule, args, kwargs)
+        if not (keep or autocast or crosses) and (action != ASK or self.decide(rule, out)):
             self._record(func, args, kwargs, out, rng, rule)
+        elif grad and self.eviction is not None and not (autocast or crosses) and is_recipe(rule, args):
+            self._note(func, args, kwargs, out, None, rule)
+        return out
+
+    # ------------------------------------------------------------------ out of memory
+
+    def _asked(self, func: Any, error: RuntimeError, rng: RecordedState | None = None) -> int:
+        """The bytes that an op asked for in vain (0: not known), if room may be made and the op called again; else -1.
+
+        To be called from the ``except`` block, which has to be left before room is made: the traceback holds tensors.
+        """
+        if self.eviction is None or self.paused or not is_out_of_memory(error):
+            return -1
+        if self.verdict(func) == NEVER and (rng is None or rule_for(func).form != "pure"):
+            return -1
+        return bytes_asked(error) or 0
+
+    def _kept_again(self, func: Any, args: Any, kwargs: Any, asked: int) -> Any:
+        out = self.eviction.again(partial(func._op, *args, **(kwargs or {})), asked)
+        self._note_kept(func, args, kwargs, out)
+        return out
+
+    def _recorded_again(self, func: Any, args: Any, kwargs: Any, asked: int) -> Any:
+        out = self.eviction.again(partial(func._op, *args, **(kwargs or {})), asked)
+        if _grad_enabled():
+            self._record(func, args, kwargs, out, None, None)
         return out
 
     def _learn(self, func: Any) -> int:
@@ -163,6 +233,11 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self, func: Any, args: Any, kwargs: Any, out: Any, rng: RecordedState | None, rule: Rule | None
     ) -> None:
         """Note the op and drop what it made. Anything unusual among arguments or outputs: kept, as a leaf."""
+        self._drop(func, args, kwargs, out, rng, rule)
+        if self.eviction is not None:
+            self._note(func, args, kwargs, out, rng, rule)
+
+    def _drop(self, func: Any, args: Any, kwargs: Any, out: Any, rng: RecordedState | None, rule: Rule | None) -> None:
         op = Op()
         try:
             needs = op.needs = []
@@ -245,11 +320,14 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         value = self.dropped.get(key)
         if value is None:
             version = tensor._version
-            if version and tensor.grad_fn is not None:
-                # An in-place op saves its result as it is: held by its own node, it would never be freed.
-                with torch._C._DisableTorchDispatch():
-                    tensor = alias(tensor)
-            packed: Any = (tensor, version)
+            if self.eviction is not None and tensor.__class__ is Tensor and not tensor.is_inference():
+                packed: Any = self._save(tensor, key, version)
+            else:
+                if version and tensor.grad_fn is not None:
+                    # An in-place op saves its result as it is: held by its own node, it would never be freed.
+                    with torch._C._DisableTorchDispatch():
+                        tensor = alias(tensor)
+                packed = (tensor, version)
         else:
             value.flags |= PACKED
             if self.bits:
@@ -257,8 +335,9 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             else:
                 packed = (value, (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype))
         if self.observers:
+            shown = (tensor, packed.version) if packed.__class__ is Saved else packed
             for observer in self.observers:
-                observer.packed(tensor, packed)
+                observer.packed(tensor, shown)
         return packed
 
     def unpack(self, packed: Any) -> Tensor:
@@ -268,6 +347,11 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             RuntimeError: the tensor was changed in place after it was saved; plain PyTorch raises here too.
             ReplayError: see :func:`~lightning_remat.engine.replay.restore`.
         """
+        if packed.__class__ is Saved:
+            there = packed.there()
+            if there is not None:
+                return there
+            packed = (packed.value, packed.geometry)
         if packed[0].__class__ is Value:
             value: Value
             value, geometry = packed
@@ -276,7 +360,7 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
                     raise RuntimeError(MODIFIED)
                 paused, self.paused = self.paused, True
                 try:
-                    restore(value, self.clock)
+                    restore(value, self.clock, self.eviction)
                 finally:
                     self.paused = paused
             else:
@@ -287,3 +371,7 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         if version is not None and tensor._version != version:
             raise RuntimeError(MODIFIED)
         return tensor
+
+
+def _call_plainly(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, bool]:
+    return func(*args, **kwargs), False

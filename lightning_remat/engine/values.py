@@ -36,7 +36,7 @@ class Value:
     to keep), and from its replay on for a dropped one. ``op`` is set while the content is absent and can be made.
     """
 
-    __slots__ = ("__weakref__", "anchor", "flags", "geometry", "op", "tensor", "version")
+    __slots__ = ("__weakref__", "anchor", "flags", "geometry", "op", "source", "tensor", "version")
 
     tensor: Tensor | None
     op: Op | None
@@ -44,6 +44,7 @@ class Value:
     version: int | None  # of a leaf: its version counter when it was first referenced; None: do not check
     flags: int  # PACKED, STALE, OWNED, HELD
     anchor: int  # of a leaf: identity of the storage it had when it was referenced
+    source: Any  # where its content comes from (sources.Source), while an eviction looks after the tape; else unset
 
 
 PACKED = 1  # autograd has saved it
@@ -56,7 +57,7 @@ HELD = 8  # its tensor is the user's own object (a parameter, a batch), not an a
 class Op:
     """One recorded op: what to call, and on what."""
 
-    __slots__ = ("args", "extra", "func", "index", "label", "needs", "outs")
+    __slots__ = ("__weakref__", "args", "extra", "func", "index", "label", "needs", "outs")
 
     func: Any
     args: list[Any]  # tensors are replaced by references, which are the only tuples here (or by Blank)

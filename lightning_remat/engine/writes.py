@@ -12,7 +12,8 @@ from lightning_remat.engine.actions import WRITE_ASK, WRITE_KEEP, Ask
 from lightning_remat.engine.generators import NoGenerator, RecordedState, state_before
 from lightning_remat.engine.plain import call_as_plain
 from lightning_remat.engine.rules import Rule, rule_for
-from lightning_remat.engine.store import VERSIONED, Store, Unrecordable, alias
+from lightning_remat.engine.sources import Sources, is_drawn
+from lightning_remat.engine.store import VERSIONED, Unrecordable, alias
 from lightning_remat.engine.values import PACKED, SPLIT, STALE, Blank, Op, Value, geometry_of
 
 _STRIDED = torch.strided
@@ -20,20 +21,23 @@ _grad_enabled = torch.is_grad_enabled
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 
 
-class Writes(Store):
+class Writes(Sources):
     """What a write does to the tables.
 
     Attributes:
         decide: the policy's verdict on ops whose action is ASK.
-        count: ops recorded so far, over all steps; gives ops their order.
         recorded: ops recorded in this step.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.decide: Ask = lambda rule, outs: True
-        self.count = 0
         self.recorded = 0
+
+    def _before_write(self, tensor: Tensor) -> Value | None:
+        if self.eviction is not None and tensor.layout is _STRIDED:
+            self._lose_source(weakref(tensor.untyped_storage()))
+        return super()._before_write(tensor)
 
     def _before_hidden_write(self, rule: Rule, args: Any) -> None:
         # No version counter moves, so nothing becomes stale: backward of a training step does not read them.
@@ -101,6 +105,8 @@ class Writes(Store):
             else:
                 op.args = self._arguments(args, needs)
             op.extra = (self._keywords(kwargs, needs) if kwargs else kwargs, rule, rng)
+            if self.eviction is not None:
+                self._note_write(op, args, kwargs, needs)
         except (Unrecordable, NoGenerator, NotImplementedError, RuntimeError):
             return None
         op.needs = needs
@@ -112,6 +118,8 @@ class Writes(Store):
     ) -> Any:
         """Run a prepared write, and drop the new content."""
         func = op.func
+        if self.eviction is not None:
+            self._lose_source(key)
         try:
             out = func._op(*args, **kwargs) if kwargs else func._op(*args)
         except BaseException:
@@ -146,6 +154,8 @@ class Writes(Store):
         """
         target: Tensor = args[0]
         key = weakref(target.untyped_storage()) if target.layout is torch.strided else None
+        if self.eviction is not None:
+            self._lose_source(key)
         value = self.dropped.get(key)
         if value is not None:
             if not value.flags & PACKED:
@@ -165,7 +175,7 @@ class Writes(Store):
 
 def recorded_state(rule: Rule, args: Any, kwargs: dict[str, Any]) -> RecordedState | None:
     """The generator state before a random op; None for attention without dropout, which draws nothing."""
-    if rule.kind != "random" and not (rule.dropout is not None and rule.dropout < len(args) and args[rule.dropout]):
+    if not is_drawn(rule, args):
         return None
     return state_before(args, kwargs)
 

@@ -17,13 +17,16 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from lightning_remat.engine import (
+    eviction,
     generators,
     ledger,
     plain,
     planned,
     regions,
     replay,
+    rescue,
     rules,
+    sources,
     store,
     tape,
     transforms,
@@ -78,7 +81,22 @@ T = TypeVar("T")
 log = logging.getLogger("lightning_remat")
 
 hide_from_compiler(
-    generators, ledger, plain, planned, regions, replay, rules, store, tape, transforms, values, verify, writes
+    eviction,
+    generators,
+    ledger,
+    plain,
+    planned,
+    regions,
+    replay,
+    rescue,
+    rules,
+    sources,
+    store,
+    tape,
+    transforms,
+    values,
+    verify,
+    writes,
 )
 # A step that is traced, planned or measured runs these inside of what may be compiled.
 hide_from_compiler(

@@ -111,8 +111,13 @@ class Pilot(Relief):
         self._had_roots = bool(alive)
         self._accumulating = has_gradients(alive)
         known = self.known.roots.get(self._accumulating)
-        if self._tight and known is not None and known.lean:
-            return self._follow(known, careful_script(known.lean, growing=True), "lean")
+        if self._tight:
+            # Gradients that an undone step had met may be gone by now, so that it begins like one that is not known.
+            lean = next((k for k in (known, *self.known.roots.values()) if k is not None and k.lean), None)
+            if lean is None:
+                self._tight = FIXED
+                return None
+            return self._follow(lean, careful_script(lean.lean, growing=True), "lean")
         if known is None or self._to_trace:
             tape = self._traced(alive, has_borders)
             if tape is not None or known is None:

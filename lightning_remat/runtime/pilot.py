@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod, WeakSet
 
 import torch
@@ -31,9 +31,12 @@ from lightning_remat.runtime.known import Known, KnownSteps
 from lightning_remat.runtime.measuring import Measurement, StepWatch
 from lightning_remat.runtime.memory import ProfilerBusy
 from lightning_remat.runtime.saying import in_words, warn
-from lightning_remat.runtime.static import Optimizers, device_of, gradients_of, has_gradients, static_parts
+from lightning_remat.runtime.static import Optimizers, at_least, device_of, gradients_of, has_gradients, static_parts
 from lightning_remat.runtime.tracer import Tracer
 from lightning_remat.sizes import device_memory, format_bytes
+
+if TYPE_CHECKING:
+    from lightning_remat.runtime.remembering import Memory
 
 log = logging.getLogger("lightning_remat")
 
@@ -61,6 +64,9 @@ class Pilot:
         known: everything that is known of steps.
         ledger: books of the last traced step.
         given_up: no plan can be followed; a fixed policy has to do.
+        recalled: what another run knew, until the first step begins.
+        before: bytes of what was there between steps in that run, for as long as no optimizer has been met.
+        said: topics that there was a warning about.
     """
 
     def __init__(self, budget: int | float, clock: Clock, modules: ModuleStack) -> None:
@@ -78,6 +84,9 @@ class Pilot:
         self.known = KnownSteps()
         self.ledger: Ledger | None = None
         self.given_up = False
+        self.recalled: Memory | None = None
+        self.before: dict[str, int] = {}
+        self.said: set[str] = set()
         self._roots: WeakSet[nn.Module] = WeakSet()  # of all steps, as long as they live
         self._had_roots = False
         self._tracer: Tracer | None = None
@@ -92,7 +101,6 @@ class Pilot:
         self._trace_at = -1  # a step in which one like it is expected
         self._no_backward = 0  # traced steps that had none
         self._pause = 0  # steps until the next one is traced
-        self._said: set[str] = set()
 
     @property
     def main(self) -> Known | None:
@@ -104,18 +112,25 @@ class Pilot:
         """The plan for the largest step; None before there is one."""
         return self.main.result if self.main is not None else None
 
+    @property
+    def roots(self) -> list[nn.Module]:
+        """The models whose memory counts, as far as they live."""
+        return list(self._roots)
+
     # ------------------------------------------------------------------ the ends of a step
 
     def begin(self, roots: Sequence[nn.Module], has_borders: bool) -> Tape | None:
         """The tape for the coming step; None if a fixed policy has to do for it."""
         self.meet(roots)
         self._conclude()
+        if self.recalled is not None:
+            self.recalled.hold_against(self, self.roots)
         if self.given_up:
             return None
         self._step += 1
         if self._step == self._trace_at:
             self._to_trace = 1
-        alive = list(self._roots)
+        alive = self.roots
         if self._had_roots and not alive:
             self._to_trace = max(self._to_trace, 1)  # another model, then
         self._had_roots = bool(alive)
@@ -136,6 +151,12 @@ class Pilot:
         """Models whose memory counts."""
         for root in roots:
             self._roots.add(root)
+
+    def conclude_if_over(self) -> None:
+        """Learn from the last step now, if it has been watched to its end; otherwise when the next one begins."""
+        watches = self._watches()
+        if (watches or self._learning is not None) and not any(watch.running for watch in watches):
+            self._conclude()
 
     def step_over(self, failed: bool) -> None:
         """The step was left; backward may be still to come."""
@@ -282,8 +303,10 @@ class Pilot:
             parts = static_parts(roots, self.optimizers.of(roots), device)
             if known.renewed and device.type == "cpu":
                 parts["gradients"] = 0  # on CUDA the count sees them go; here, only the new ones come
+            if not self.optimizers.steps:
+                parts = at_least(parts, self.before)
             if known.result is None or self._moved(known, sum(parts.values())):
-                self._plan(known, sum(parts.values()), parts, self._budget_on(device))
+                self._plan(known, sum(parts.values()), parts, self.budget_on(device))
             if known.result is None:
                 return False
             known.steps = self.optimizers.steps
@@ -297,7 +320,8 @@ class Pilot:
                 self._measuring = Measurement(device, known.passes)
         return True
 
-    def _budget_on(self, device: torch.device) -> int:
+    def budget_on(self, device: torch.device) -> int:
+        """The budget in bytes."""
         return self.budget if isinstance(self.budget, int) else int(self.budget * device_memory(device))
 
     def _moved(self, known: Known, static: int) -> bool:
@@ -400,8 +424,8 @@ class Pilot:
 
     def _say(self, topic: str, text: str) -> None:
         """Warn, once for each topic."""
-        if topic not in self._said:
-            self._said.add(topic)
+        if topic not in self.said:
+            self.said.add(topic)
             warn(f"policy='auto': {text}")
 
 

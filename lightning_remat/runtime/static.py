@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakMethod, WeakSet
 from weakref import ref as weakref
@@ -10,6 +10,9 @@ from weakref import ref as weakref
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+LASTING = ("parameters", "buffers", "optimizer state")
+"""Parts of the memory between steps that are the same between any two."""
 
 _LONG_ENOUGH = 50
 """Steps of optimizers after which we no longer wait for parameters that none of them steps."""
@@ -102,6 +105,14 @@ def static_parts(roots: Iterable[nn.Module], optimizers: Iterable[Optimizer], de
     if device.type == "cuda":
         parts["other"] = max(0, torch.cuda.memory_allocated(device) - sum(parts.values()))
     return parts
+
+
+def at_least(parts: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+    """Parts of static memory of which none that lasts is less than ``before``; on CUDA the sum is what was counted."""
+    found = {name: max(size, before.get(name, 0)) if name in LASTING else size for name, size in parts.items()}
+    if "other" in found:
+        found["other"] = max(0, found["other"] + sum(parts.values()) - sum(found.values()))
+    return found
 
 
 def has_gradients(roots: Iterable[nn.Module]) -> bool:

@@ -73,7 +73,8 @@ class Memory:
         pilot.recalled = None
         device = device_of(roots)
         there = static_parts(roots, [], device)
-        if roots and (device.type != self.device or there["parameters"] != self.static.get("parameters")):
+        others = there["parameters"] != self.static["parameters"] > 0
+        if roots and (device.type != self.device or others):
             log.info("The checkpoint's plans are for another model or device: the first step is traced anew.")
             pilot.known, pilot.given_up = KnownSteps(), False
             for name in ("_to_trace", "_in_vain"):
@@ -132,16 +133,17 @@ def write(counters: Counters, kept_ops: Set[str], pilot: Pilot | None) -> dict[s
 
 
 def _write_pilot(pilot: Pilot) -> dict[str, Any]:
-    recalled = pilot.recalled
+    recalled, roots = pilot.recalled, pilot.roots
     if recalled is not None:
         static, device = recalled.static, recalled.device
     else:
-        roots = pilot.roots
-        device = device_of(roots).type
         found = static_parts(roots, pilot.optimizers.of(roots), device_of(roots))
         static = {name: found[name] for name in LASTING}
-        if not pilot.optimizers.steps:
-            static = at_least(static, pilot.before)
+        if not roots or not pilot.optimizers.steps:
+            for before in (pilot.before, *(k.parts for k in pilot.known.all)):
+                static = at_least(static, before)
+        traced = [k.trace.device for k in pilot.known.all]
+        device = traced[0] if traced else device_of(roots).type
     return {
         "device": device,
         "static": dict(static),

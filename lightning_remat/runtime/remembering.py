@@ -67,6 +67,8 @@ class Memory:
             setattr(pilot, name, value)
         keep(self.known, pilot.tape.kept)
         pilot.recalled = self
+        # Now, since a step may begin inside of an optimizer's, as in Lightning.
+        pilot.optimizers.watch()
 
     def hold_against(self, pilot: Pilot, roots: Sequence[nn.Module]) -> None:
         """The first step of the pilot begins: keep what fits the model, the device and the budget that there are."""
@@ -84,7 +86,6 @@ class Memory:
             log.info("As before the checkpoint, steps run under a fixed policy: the model runs too many sequences.")
             return
         pilot.before = self.static
-        pilot.optimizers.watch()
         budget = pilot.budget_on(device)
         for known in self.known.all:
             known.steps = pilot.optimizers.steps

@@ -51,10 +51,8 @@ class Batches:
         return len(self.items)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        while self.at < len(self.items):
-            self.at += 1
-            yield self.items[self.at - 1]
-        self.at = 0
+        start, self.at = self.at, 0
+        yield from self.items[start:]
 
 
 class Place(Callback):
@@ -185,7 +183,9 @@ def test_resumed_is_uninterrupted(name: str, way: str, tmp_path: Path) -> None:
     plain = Run(tmp_path / "plain", "plain", rows, **options)
     whole = Run(tmp_path / "whole", way, rows, **options)
     assert whole.difference(plain) == []
-    assert whole.traced == [0, 1]
+    # The first step of a further epoch is of a third kind (Lightning's sums begin anew), which is looked for in vain.
+    assert whole.traced == ([0, 1, 5, 6, 7] if name == "two epochs" else [0, 1])
+    assert whole.trainer.global_step == STEPS
     for at in (1, 2, 6):
         folder = tmp_path / f"at {at}"
         first = Run(folder, way, rows, fail_at=at, **options)
@@ -193,7 +193,7 @@ def test_resumed_is_uninterrupted(name: str, way: str, tmp_path: Path) -> None:
         second = Run(folder, way, rows, resume=first.saving.best_model_path, **options)
         assert second.difference(whole) == []
         # The first step of a process has no gradients when it begins, others have: two kinds, each traced once.
-        assert first.traced + second.traced == ([0, 2] if at == 1 else [0, 1])
+        assert first.traced + second.traced == ([0, 2] if at == 1 else [0, 1]) + whole.traced[2:]
         assert second.pilot.result is not None
         assert any(second.pilot.result.chosen.drop)
         if before is not None and name == "as usual":

@@ -25,24 +25,44 @@ def parse_budget(budget: object) -> int | float | None:
     if budget is None:
         return None
     accepted = "give bytes (20_000_000_000), a size ('20GiB', '500MiB') or a share of the device ('80%', not 0.8)"
-    if isinstance(budget, bool) or not isinstance(budget, (int, str)):
-        raise ConfigurationError(f"budget={budget!r} is not a size; {accepted}.")
-    if isinstance(budget, int):
-        size: float = budget
-    else:
-        match = _PATTERN.fullmatch(budget)
-        if match is None or (match[2] != "%" and match[2].lower() not in _UNITS):
-            raise ConfigurationError(f"budget={budget!r} is not a size; {accepted}.")
-        if match[2] == "%":
-            share = float(match[1]) / 100
-            if not 0 < share <= 1:
-                raise ConfigurationError(f"budget={budget!r}: a share of the device is above 0% and at most 100%.")
-            return share
-        size = float(match[1]) * _UNITS[match[2].lower()]
-        if size == float("inf"):
-            raise ConfigurationError(f"budget={budget!r} is more than can be counted; {accepted}.")
-    if size < 1:
+    size = _parse("budget", budget, accepted)
+    if isinstance(size, float):
+        if not 0 < size <= 1:
+            raise ConfigurationError(f"budget={budget!r}: a share of the device is above 0% and at most 100%.")
+    elif size < 1:
         raise ConfigurationError(f"budget={budget!r}: a step needs more than no memory; {accepted}.")
+    return size
+
+
+def parse_margin(margin: object) -> int | float:
+    """What is to stay free, in bytes (int) or as a share of the device's memory (float in [0, 1)).
+
+    Raises:
+        ConfigurationError: it is neither, with what is accepted.
+    """
+    accepted = "give a share of the device ('5%', not 0.05), a size ('1GiB', '500MiB') or bytes (500_000_000)"
+    size = _parse("margin", margin, accepted)
+    if isinstance(size, float) and size >= 1:
+        raise ConfigurationError(f"margin={margin!r}: a share of the device that stays free is below 100%.")
+    if size < 0:
+        raise ConfigurationError(f"margin={margin!r}: less than nothing cannot stay free; {accepted}.")
+    return size
+
+
+def _parse(name: str, given: object, accepted: str) -> int | float:
+    """Bytes (int) or a share (float), of whatever size."""
+    if isinstance(given, bool) or not isinstance(given, (int, str)):
+        raise ConfigurationError(f"{name}={given!r} is not a size; {accepted}.")
+    if isinstance(given, int):
+        return given
+    match = _PATTERN.fullmatch(given)
+    if match is None or (match[2] != "%" and match[2].lower() not in _UNITS):
+        raise ConfigurationError(f"{name}={given!r} is not a size; {accepted}.")
+    if match[2] == "%":
+        return float(match[1]) / 100
+    size = float(match[1]) * _UNITS[match[2].lower()]
+    if size == float("inf"):
+        raise ConfigurationError(f"{name}={given!r} is more than can be counted; {accepted}.")
     return int(size)
 
 

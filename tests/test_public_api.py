@@ -39,7 +39,7 @@ def test_options() -> None:
     strategy = inspect.signature(RematStrategy.__init__).parameters
     assert {name: strategy[name].default for name in options} == options
     assert strategy["base"].default == "auto"
-    assert RematCallback(**options).remat.policy == "selective"
+    assert RematCallback(**options).remat.policy == "auto"
 
 
 def test_what_a_function_over_ops_is_told() -> None:

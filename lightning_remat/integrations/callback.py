@@ -127,6 +127,7 @@ class _Recorded:
         self.training_step = training_step
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.remat.look_at((args, kwargs))
         with self.remat:
             return self.training_step(*args, **kwargs)
 

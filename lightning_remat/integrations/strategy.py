@@ -110,6 +110,7 @@ class RematStrategy(Recomputing, _Base):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The base's training step, recorded."""
+        self.remat.look_at((args, kwargs))
         with self.remat:
             return super().training_step(*args, **kwargs)
 

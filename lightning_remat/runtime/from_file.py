@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
 from lightning_remat.engine.ledger import Ledger
 from lightning_remat.engine.planned import PlannedTape, Script, careful_script, without
+from lightning_remat.engine.policies import LEAN, SELECTIVE, Policy
 from lightning_remat.engine.replay import Clock
 from lightning_remat.engine.tape import Tape
 from lightning_remat.planning.planfile import PlanFile
 from lightning_remat.runtime.saying import warn
 from lightning_remat.sizes import format_bytes
+
+_SHORT = 2  # steps that may run out of memory under the plan until all run under the one with the smallest peak
 
 log = logging.getLogger("lightning_remat")
 
@@ -45,6 +49,9 @@ class FilePilot:
         self._larger = False
         self._fits = False  # a step was as planned, from beginning to end
         self._said: set[str] = set()
+        self._how = ""  # the step that runs, or ran last: by "plan" or "lean" plan, or "policy"
+        self._tight = ""  # how the coming step has to run: "lean" or "policy"
+        self._short = 0  # steps under the plan that ran out of memory
 
     @property
     def sentence(self) -> str:
@@ -57,11 +64,39 @@ class FilePilot:
 
     def begin(self, roots: Sequence[nn.Module], has_borders: bool) -> Tape | None:
         """The tape for the coming step; None if a fixed policy has to do for it."""
-        if self.given_up:
+        self._how, self._tight = self._tight or ("plan" if self._short < _SHORT else "lean"), ""
+        if self.given_up or self._how == "policy":
+            self._how = "policy"
             return None
         self._larger = False
-        self.tape.start(self._script)
+        self.tape.start(self._script if self._how == "plan" else careful_script(self._lean, growing=True))
         return self.tape
+
+    def policy(self, has_blocks: bool) -> Policy:
+        """The policy for a step that :meth:`begin` had no tape for."""
+        return LEAN if has_blocks else SELECTIVE
+
+    def look_at(self, batch: Any) -> None:
+        """The plan is the plan, whatever the batch."""
+
+    def resting(self, guarded: bool = False) -> bool:
+        """A plan that keeps everything is followed as well: a step may be larger than planned."""
+        return False
+
+    def pressure(self, missing: int) -> None:
+        """There is no other plan to go over to."""
+
+    def tighten(self, asked_bytes: int | None) -> str | None:
+        """See :meth:`~lightning_remat.runtime.pilot.Pilot.tighten`."""
+        how, self._how = self._how, ""
+        self._short += how == "plan"
+        if how == "plan" and any(self.plan.lean):
+            self._tight = "lean"
+            return "the plan with the smallest peak that the file holds"
+        if how in ("plan", "lean"):
+            self._tight = "policy"
+            return "a fixed policy that keeps what enters the model's blocks"
+        return None
 
     def step_over(self, failed: bool) -> None:
         """The step was left."""

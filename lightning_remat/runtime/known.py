@@ -16,9 +16,13 @@ from lightning_remat.planning.planner import Planner, pareto
 from lightning_remat.planning.rescale import rescaled
 from lightning_remat.planning.trace import Trace
 from lightning_remat.runtime.memory import PeakResult
+from lightning_remat.runtime.tuner import Tuner
 
 MOST_SHAPES = 64
 """How many shapes are told apart, all sequences together."""
+
+ESTIMATED = 0.98
+"""Share of the room that a plan for a shape that was never traced may take."""
 
 _SIMILAR = 1.15  # a plan for a shape of at most this many times the bytes serves a smaller one
 _TRIES = 3  # steps in which the peak under a new plan is looked for; the shape may come up in none of them
@@ -42,8 +46,10 @@ class Known:
         static: memory between steps that it was made for.
         parts: what that consists of.
         steps: optimizer steps that had been seen when this was looked at.
-        correction: measured over predicted peak of the step, where the prediction was too low.
-        corrected: how often.
+        tuner: what is known of how predictions and measured peaks of such steps go together.
+        target: what the plan in force was asked for with: at most so many bytes above static memory.
+        stale: there is to be another plan; the one in force may be followed meanwhile.
+        keeps_all: the plan in force drops nothing.
         tries: steps in which its peak is still to be measured.
         measured: what was counted in a step under the plan; None before.
         extra_seconds: time of replay in the last such step; None before.
@@ -65,8 +71,10 @@ class Known:
     static: int = -1
     parts: dict[str, int] = field(default_factory=dict)
     steps: int = -1
-    correction: float = 1.0
-    corrected: int = 0
+    tuner: Tuner = field(default_factory=Tuner)
+    target: int = 0
+    stale: bool = False
+    keeps_all: bool = False
     tries: int = 0
     measured: PeakResult | None = None
     extra_seconds: float | None = None
@@ -86,6 +94,11 @@ class Known:
         """The same in elements, as far as they are known; what was estimated from nothing has no bytes."""
         return sum(op.size for op in self.trace.ops if op.size > 0)
 
+    @property
+    def rests(self) -> bool:
+        """The plan in force drops nothing, and no peak has been measured yet that speaks against it."""
+        return self.result is not None and self.keeps_all and not self.stale and not self.tries
+
     def quick_plan(self, budget: int, static: int) -> PlanResult | None:
         """The best of the plans for another shape, without a search; None if none of them fits.
 
@@ -104,9 +117,11 @@ class Known:
             plain=judged(self.trace, (False,) * len(self.trace.ops)),
         )
 
-    def follow(self, result: PlanResult, static: int, parts: dict[str, int]) -> None:
+    def follow(self, result: PlanResult, static: int, parts: dict[str, int], target: int | None = None) -> None:
         """Put a plan into force."""
         self.result, self.static, self.parts = result, static, parts
+        self.target = result.budget_bytes - static if target is None else target
+        self.stale, self.keeps_all = False, not any(result.chosen.drop)
         self.tries, self.measured, self.extra_seconds = _TRIES, None, None
         self.script = self._script(result.chosen)
         self.lean = self._script(result.smallest)
@@ -134,6 +149,7 @@ class Known:
             op.droppable = op.droppable and op.name not in kept
         self.planner = self.result = None
         self.like = ()
+        self.tuner.restart()
         self.script, self.lean = without(self.script, kept), without(self.lean, kept)
 
 
@@ -194,7 +210,7 @@ class KnownSteps:
         known.traced, known.passes = True, new.passes
         known.planner = known.result = None
         known.like = ()
-        known.correction, known.corrected = 1.0, 0
+        known.tuner = Tuner()
         return True
 
     def learn(self, base: Known, position: int, sizes: Sequence[int]) -> Known:
@@ -208,6 +224,7 @@ class KnownSteps:
             renewed=base.renewed,
             sequence=base.sequence,
             like=tuple([c.drop for c in base.result.front]) if base.result is not None else (),
+            tuner=Tuner(ratio=base.tuner.ratio / (ESTIMATED if base.traced else 1.0), upward=False),
         )
         self.all.append(new)
         self.turns[base.number, position, sizes[position]] = new
@@ -220,7 +237,7 @@ class KnownSteps:
                 and all(a >= b for a, b in zip(other.trace.nbytes, new.trace.nbytes, strict=True))
             ):
                 # Its plan fits, and another search would gain next to nothing.
-                new.follow(other.result, other.static, other.parts)
+                new.follow(other.result, other.static, other.parts, other.target)
                 new.tries = 0
                 break
         return new

@@ -9,12 +9,10 @@ tracing the steps to come until they come up again.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from weakref import WeakMethod, WeakSet
+from weakref import WeakMethod
 
 import torch
 from torch import nn
@@ -24,41 +22,37 @@ from lightning_remat.engine.ledger import Ledger, ModuleStack
 from lightning_remat.engine.planned import PlannedTape, Script, careful_script
 from lightning_remat.engine.replay import Clock
 from lightning_remat.engine.tape import Tape
-from lightning_remat.errors import BudgetError
 from lightning_remat.planning.plan import PlanResult
-from lightning_remat.planning.planner import Planner, pareto
+from lightning_remat.runtime.choosing import OFTEN, kept_bytes, whole_result
+from lightning_remat.runtime.counters import Counters
 from lightning_remat.runtime.known import Known, KnownSteps
 from lightning_remat.runtime.measuring import Measurement, StepWatch
 from lightning_remat.runtime.memory import ProfilerBusy
-from lightning_remat.runtime.saying import in_words, warn
+from lightning_remat.runtime.relief import FIXED, Relief
+from lightning_remat.runtime.saying import Once, in_words
 from lightning_remat.runtime.static import Optimizers, at_least, device_of, gradients_of, has_gradients, static_parts
 from lightning_remat.runtime.tracer import Tracer
-from lightning_remat.sizes import device_memory, format_bytes
 
 if TYPE_CHECKING:
     from lightning_remat.runtime.remembering import Memory
 
-log = logging.getLogger("lightning_remat")
-
 MOST_SEQUENCES = 6
 """How many sequences of ops are planned for; a model with more of them has another one in every step."""
 
-_ESTIMATED = 0.98  # share of the room that a plan for a shape that was never traced may take
 _IN_A_ROW = 4  # steps that are traced, one after the other, in the hope for an unknown sequence to come up again
 _ROUNDS = 5  # how often that is tried in vain
 _FAR = 4  # a shape of so many times the size of any that was traced is traced as well, when it comes up again
-_CORRECTIONS = 3  # how often a plan is corrected whose measured peak was above the budget
-_OFTEN = 3  # how often a shape comes up for which a search is worth its time
-_CLOSE = 1.002  # a peak that is missed by less is met
 
 
-class Pilot:
+class Pilot(Relief):
     """Chooses the tape for every step.
 
     Args:
-        budget: bytes, or (float) a share of the device's memory.
+        budget: bytes, or (float) a share of the device's memory, or None: what the device has.
         clock: of all tapes.
         modules: names of modules, for traces.
+        margin: what is left free where there is no budget, as users write it.
+        counters: where figures and decisions are written.
 
     Attributes:
         known: everything that is known of steps.
@@ -66,11 +60,18 @@ class Pilot:
         given_up: no plan can be followed; a fixed policy has to do.
         recalled: what another run knew, until the first step begins.
         before: bytes of what was there between steps in that run, for as long as no optimizer has been met.
-        said: topics that there was a warning about.
     """
 
-    def __init__(self, budget: int | float, clock: Clock, modules: ModuleStack) -> None:
-        self.budget = budget
+    def __init__(
+        self,
+        budget: int | float | None,
+        clock: Clock,
+        modules: ModuleStack,
+        margin: int | str = "5%",
+        counters: Counters | None = None,
+    ) -> None:
+        self._say = Once("policy='auto'")
+        super().__init__(budget, margin, counters if counters is not None else Counters(), self._say)
         self.clock = clock
         self.modules = modules
         self.tape = PlannedTape(clock)
@@ -81,31 +82,17 @@ class Pilot:
         self.tape.on_other_op = lambda position, name: _call(other_op, position, name)
         self.tape.on_other_size = lambda position, size: _call(other_size, position, size)
         self.optimizers = Optimizers(WeakMethod(self._about_to_step))
-        self.known = KnownSteps()
         self.ledger: Ledger | None = None
-        self.given_up = False
         self.recalled: Memory | None = None
         self.before: dict[str, int] = {}
-        self.said: set[str] = set()
-        self._roots: WeakSet[nn.Module] = WeakSet()  # of all steps, as long as they live
         self._had_roots = False
         self._tracer: Tracer | None = None
-        self._measuring: Measurement | None = None
         self._active: Known | None = None
         self._accumulating = False
         self._learning: tuple[Known, int, int] | None = None
-        self._to_trace = 0  # steps
         self._in_vain = 0  # rounds of tracing
-        self._step = 0
         self._lost_at = -1  # the last step that no entry knew
-        self._trace_at = -1  # a step in which one like it is expected
         self._no_backward = 0  # traced steps that had none
-        self._pause = 0  # steps until the next one is traced
-
-    @property
-    def main(self) -> Known | None:
-        """Of the steps that there are plans for, the largest: it decides whether training fits."""
-        return self.known.largest
 
     @property
     def result(self) -> PlanResult | None:
@@ -117,34 +104,48 @@ class Pilot:
         """The models whose memory counts, as far as they live."""
         return list(self._roots)
 
+    @property
+    def said(self) -> set[str]:
+        """Topics that there was a warning about."""
+        return self._say.said
+
     # ------------------------------------------------------------------ the ends of a step
 
     def begin(self, roots: Sequence[nn.Module], has_borders: bool) -> Tape | None:
         """The tape for the coming step; None if a fixed policy has to do for it."""
         self.meet(roots)
         self._conclude()
+        self._how, self._begun_with = "policy", self._batch
+        alive = self.roots
         if self.recalled is not None:
-            self.recalled.hold_against(self, self.roots)
-        if self.given_up:
+            self.recalled.hold_against(self, alive)
+        if self.given_up or self._tight == FIXED:
+            self._watch_policy(alive)
             return None
         self._step += 1
         if self._step == self._trace_at:
             self._to_trace = 1
-        alive = self.roots
         if self._had_roots and not alive:
             self._to_trace = max(self._to_trace, 1)  # another model, then
         self._had_roots = bool(alive)
         self._accumulating = has_gradients(alive)
         known = self.known.roots.get(self._accumulating)
+        if self._tight and known is not None and known.lean:
+            return self._follow(known, careful_script(known.lean, growing=True), "lean")
         if known is None or self._to_trace:
             tape = self._traced(alive, has_borders)
             if tape is not None or known is None:
                 return tape
         if not self._look_at(known, alive):
             return None
-        self._active = known
+        return self._follow(known, known.script, "plan")
+
+    def _follow(self, known: Known, script: Script, how: str) -> Tape:
+        self._active = self._last = known
         self._learning = None
-        self.tape.start(known.script)
+        self._how = how
+        self.tape.seen = []
+        self.tape.start(script)
         return self.tape
 
     def meet(self, roots: Sequence[nn.Module]) -> None:
@@ -160,17 +161,24 @@ class Pilot:
 
     def step_over(self, failed: bool) -> None:
         """The step was left; backward may be still to come."""
-        for watch in self._watches():
-            if failed:
-                watch.stop()
-            else:
-                watch.leave()
         if failed:
-            if self._tracer is not None:
-                self._tracer.tape.discard()
-            self._tracer = self._measuring = self._learning = self._active = None
-        elif self.tape.lost and self._active is not None:
+            self._abandon()
+            return
+        for watch in self._watches():
+            watch.leave()
+        if self.tape.lost and self._active is not None:
             self._look_out()
+
+    def _abandon(self) -> None:
+        """Nothing is to be learned from the step."""
+        for watch in self._watches():
+            watch.stop()
+        if self._tracer is not None:
+            self._tracer.tape.discard()
+        self._last = self._active or self._last
+        self._tracer = self._measuring = self._learning = self._active = None
+        self._failed = True
+        self._missing = 0
 
     def _look_out(self) -> None:
         """A step was not what any entry knows: trace the next that is like it."""
@@ -184,13 +192,16 @@ class Pilot:
 
     def close(self) -> None:
         """Stop whatever is running; training may go on."""
+        self._stop_watches()
+        self.optimizers.stop()
+
+    def _stop_watches(self) -> None:
         for watch in self._watches():
             watch.stop()
         self._tracer = self._measuring = None
-        self.optimizers.stop()
 
     def __del__(self) -> None:
-        self.close()
+        self._stop_watches()  # optimizers see to themselves
 
     def never_drop(self, op: str) -> None:
         """Keep the results of an op from now on."""
@@ -213,7 +224,9 @@ class Pilot:
             return None
         device = device_of(roots)
         if device.type not in ("cpu", "cuda"):
-            self._give_up("device", f"memory of the device {str(device)!r} cannot be counted, so that there is no plan")
+            self._give_up(
+                "device", f"memory of the device {str(device)!r} cannot be counted, so that there is no plan", device
+            )
             return None
         ledger = Ledger(self.modules)
         keeps: frozenset[str] = frozenset() if has_borders else frozenset({"expensive"})
@@ -226,7 +239,8 @@ class Pilot:
             return None
         for root in roots:
             self.modules.name(root)
-        self.ledger, self._tracer, self._active = ledger, tracer, None
+        self.ledger, self._tracer, self._active, self._last = ledger, tracer, None, None
+        self._how = "traced"
         self.tape.lost = False
         self.optimizers.watch()
         return tracer.tape
@@ -237,27 +251,47 @@ class Pilot:
         measuring, self._measuring = self._measuring, None
         active, self._active = self._active, None
         learning, self._learning = self._learning, None
+        how, failed, missing = self._how, self._failed, self._missing
+        self._how, self._failed, self._missing = "", False, 0
+        if how:
+            self._tight = 0
         if tracer is not None:
             tracer.stop()
             self._learn_from(tracer)
             tracer.tape.discard()
         if measuring is not None:
             measuring.stop()
+        if how == "policy" and not failed:
+            self._policy_went_well(measuring)
         if active is None or self.tape.lost:
             return
-        if learning is not None:
+        if how == "lean":
+            self._learn_sizes(active, 0, self.tape.seen)
+        elif learning is not None:
             base, position, size = learning
-            sizes = [op.size for op in base.trace.ops[:position]] + [size] + self.tape.seen
-            if len(sizes) == len(base.trace.ops):
-                new = self.known.learn(base, position, sizes)
-                traced = max(k.elements for k in self.known.all if k.traced and k.sequence == new.sequence)
-                if new.elements > _FAR * traced and not self._to_trace and self._in_vain < _ROUNDS:
-                    self._to_trace = _IN_A_ROW
+            self._learn_sizes(base, position, [op.size for op in base.trace.ops[:position]] + [size] + self.tape.seen)
         elif self.tape.position == len(active.trace.ops) and active.result is not None:
-            if measuring is not None:
-                self._compare(active, measuring)
-            elif self.clock.replayed_ops or not any(active.result.chosen.drop):
+            if missing:
+                self.chooser.pressure(active, missing, device_of(self._roots))
+            elif measuring is not None:
+                self.chooser.compare(active, measuring)
+            elif self.clock.replayed_ops or active.keeps_all:
                 active.extra_seconds = self.clock.seconds
+            if active.rests and self._begun_with is not None:
+                self._covered.add(self._accumulating, self._begun_with)
+
+    def _learn_sizes(self, base: Known, position: int, sizes: list[int]) -> None:
+        """A step of the sequence of ``base`` had these sizes; they differ first at ``position`` or after it."""
+        ops = base.trace.ops
+        if len(sizes) != len(ops) or self.known.full:
+            return
+        position = next((i for i in range(position, len(ops)) if ops[i].size != sizes[i]), -1)
+        if position < 0 or self.known.turn(base, position, sizes[position]) is not None:
+            return
+        new = self.known.learn(base, position, sizes)
+        traced = max(k.elements for k in self.known.all if k.traced and k.sequence == new.sequence)
+        if new.elements > _FAR * traced and not self._to_trace and self._in_vain < _ROUNDS:
+            self._to_trace = _IN_A_ROW
 
     def _learn_from(self, tracer: Tracer) -> None:
         if not tracer.complete:
@@ -277,15 +311,18 @@ class Pilot:
         elif self._to_trace:
             self._to_trace -= 1
             self._in_vain += not self._to_trace
+        self._short["traced"] = 0
         if self.known.sequences > MOST_SEQUENCES:
             self._give_up(
                 "sequences",
                 f"the model ran {MOST_SEQUENCES + 1} different sequences of ops so far, so that no plan holds for long",
             )
 
-    def _give_up(self, topic: str, reason: str) -> None:
-        self.given_up = True
-        self._active = None
+    def _give_up(self, topic: str, reason: str, device: torch.device | None = None) -> None:
+        self.given_up = self.fallback.for_good = True
+        self.fallback.countable = device is None
+        self._active = self._last = None
+        self._covered.clear()
         self.known = KnownSteps()
         self.optimizers.stop()
         self._say(topic, f"{reason}: from now on every step runs under a fixed policy.")
@@ -299,19 +336,23 @@ class Pilot:
             Whether there is a plan to follow.
         """
         device = device_of(roots)
-        if known.result is None or (self.optimizers.watching and known.steps != self.optimizers.steps):
+        anew = known.result is None or known.stale
+        if anew or (self.optimizers.watching and known.steps != self.optimizers.steps):
             parts = static_parts(roots, self.optimizers.of(roots), device)
             if known.renewed and device.type == "cpu":
                 parts["gradients"] = 0  # on CUDA the count sees them go; here, only the new ones come
             if not self.optimizers.steps:
                 parts = at_least(parts, self.before)
-            if known.result is None or self._moved(known, sum(parts.values())):
-                self._plan(known, sum(parts.values()), parts, self.budget_on(device))
+            static = sum(parts.values())
+            if anew or self.chooser.moved(known, static):
+                self._plan(known, static, parts, self.chooser.bytes_on(device, static))
             if known.result is None:
                 return False
             known.steps = self.optimizers.steps
             if self.optimizers.settled(roots):
                 self.optimizers.stop()  # whatever state they make is there by now
+        if self.chooser.due(known, self._step):
+            known.tries = max(known.tries, 1)
         waiting = [k for k in self.known.all if k.tries]
         if waiting:
             for k in waiting:
@@ -320,72 +361,25 @@ class Pilot:
                 self._measuring = Measurement(device, known.passes)
         return True
 
-    def budget_on(self, device: torch.device) -> int:
-        """The budget in bytes."""
-        return self.budget if isinstance(self.budget, int) else int(self.budget * device_memory(device))
-
-    def _moved(self, known: Known, static: int) -> bool:
-        budget = known.result.budget_bytes if known.result is not None else 0
-        return abs(static - known.static) > (_CLOSE - 1) * budget
-
     def _plan(self, known: Known, static: int, parts: dict[str, int], budget: int) -> None:
-        share = 1.0 if known.traced else _ESTIMATED
-        room = int((budget - static) * share / known.correction)
-        try:
-            result = known.quick_plan(static + room, static) if known.met < _OFTEN else None
-            result = result or self._searched(known, room, static, parts)
-        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-            # A fault of ours, and no reason to lose somebody's training.
-            self._give_up("planner", f"no plan could be made ({error!r}; please report this)")
-            return
-        result = result.with_budget(budget)
-        known.follow(result, static, parts)
-        log.info(in_words(result))
-
-    def _searched(self, known: Known, room: int, static: int, parts: dict[str, int]) -> PlanResult:
-        planner = known.planner = known.planner or Planner(known.trace)
-        try:
-            return planner.result(static + room, static, parts)
-        except BudgetError as error:
-            self._say("budget", f"{error} Training goes on under the plan with the smallest peak.")
-            found = planner.result(error.smallest_bytes, static)
-            return replace(found, chosen=found.smallest)
-
-    def _compare(self, known: Known, measuring: Measurement) -> None:
-        """Hold a plan to its prediction."""
-        if known.result is None or not measuring.complete:
-            return
-        known.tries = 0
-        measured = known.measured = measuring.result()
-        predicted = known.result.chosen.peak_bytes
-        above = known.static + measured.peak_bytes > known.result.budget_bytes
-        if above and measured.peak_bytes > _CLOSE * predicted and known.corrected < _CORRECTIONS:
-            if known.result.chosen.peak_bytes <= known.result.smallest.peak_bytes:
-                return  # there is nothing smaller
-            known.correction *= measured.peak_bytes / predicted
-            known.corrected += 1
-            known.result = None
+        self.chooser.plan(known, static, parts, budget)
+        if self.chooser.error is not None:
+            self._give_up("planner", f"no plan could be made ({self.chooser.error!r}; please report this)")
+        elif known is self.main:
+            self.counters.kept_bytes = kept_bytes(known)
 
     def whole_result(self) -> PlanResult | None:
         """The plan for the largest step with the whole front, which takes a while to find; None before there is one."""
-        main = self.main
-        if main is None or main.result is None:
-            return None
-        if main.planner is not None:
-            main.result = replace(main.result, front=pareto([*main.planner.front(), main.result.chosen]))
-        return main.result
+        return whole_result(self.main)
 
     @property
     def sentence(self) -> str:
         """The plan for the largest step, in words."""
         if self.given_up:
-            return f"budget {self._budget_text()}: no plan can be followed"
+            return f"budget {self.chooser.text}: no plan can be followed"
         if self.result is None:
-            return f"budget {self._budget_text()}: the first step runs lean and is traced"
+            return f"budget {self.chooser.text}: the first step runs lean and is traced"
         return in_words(self.result)
-
-    def _budget_text(self) -> str:
-        return format_bytes(self.budget) if isinstance(self.budget, int) else f"{self.budget:.0%} of the device"
 
     # ------------------------------------------------------------------ other steps than expected
 
@@ -413,20 +407,18 @@ class Pilot:
         found = self.known.turn(active, position, what)
         if found is None:
             return None
+        if self._how == "lean":
+            self._active = self._last = found
+            return careful_script(found.lean, growing=True)
         found.met += 1
-        if found.result is None or self._moved(found, active.static) or (found.like and found.met == _OFTEN):
+        anew = found.result is None or found.stale or (found.like and found.met == OFTEN)
+        if anew or self.chooser.moved(found, active.static):
             budget = active.result.budget_bytes if active.result is not None else found.static + 1
             self._plan(found, active.static, active.parts, budget)
             if found.result is None:
                 return None
-        self._active = found
+        self._active = self._last = found
         return found.script
-
-    def _say(self, topic: str, text: str) -> None:
-        """Warn, once for each topic."""
-        if topic not in self.said:
-            self.said.add(topic)
-            warn(f"policy='auto': {text}")
 
 
 def _call(method: WeakMethod[Callable[..., Script | None]], position: int, what: Any) -> Script | None:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, fields
+from copy import copy
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import nn
 
 from lightning_remat.runtime.counters import Counters
 from lightning_remat.runtime.known import Known, KnownSteps
+from lightning_remat.runtime.ladder import RUNGS, WITHOUT_BLOCKS, Ladder
 from lightning_remat.runtime.saying import in_words, warn
 from lightning_remat.runtime.static import LASTING, at_least, device_of, static_parts
 from lightning_remat.runtime.written import DAMAGED, read_steps, write_steps
@@ -49,6 +51,8 @@ class Memory:
         static: bytes of what is there between steps and lasts, as far as they were known.
         device: type of the device that all of it is about.
         torch: PyTorch's version.
+        default: the budget that was taken from the device, once a plan was measured to fit; else None.
+        ladder: the search among fixed policies; None: there was none.
     """
 
     known: KnownSteps
@@ -57,11 +61,15 @@ class Memory:
     static: dict[str, int]
     device: str
     torch: str
+    default: int | None
+    ladder: Ladder | None
 
     def recall(self, pilot: Pilot) -> None:
         """Let a pilot that has not begun a step yet start from here."""
         pilot.known, pilot.given_up = self.known, self.given_up
+        pilot.fallback.ladder = copy(self.ladder)
         if self.given_up:
+            pilot.fallback.for_good = pilot.fallback.countable = True
             pilot.said.add("sequences")
         for name, value in self.progress.items():
             setattr(pilot, name, value)
@@ -79,6 +87,8 @@ class Memory:
         if roots and (device.type != self.device or others):
             log.info("The checkpoint's plans are for another model or device: the first step is traced anew.")
             pilot.known, pilot.given_up = KnownSteps(), False
+            pilot.fallback.ladder = None
+            pilot.fallback.for_good = pilot.fallback.countable = False
             for name in ("_to_trace", "_in_vain"):
                 setattr(pilot, name, 0)
             return
@@ -86,12 +96,14 @@ class Memory:
             log.info("As before the checkpoint, steps run under a fixed policy: the model runs too many sequences.")
             return
         pilot.before = self.static
-        budget = pilot.budget_on(device)
+        there = at_least(static_parts(roots, pilot.optimizers.of(roots), device), self.static)
+        budget = pilot.chooser.resume(self.default, device, sum(there.values()))
         for known in self.known.all:
             known.steps = pilot.optimizers.steps
             if known.result is not None and known.result.budget_bytes != budget:
                 known.result = None  # the trace holds, and a plan is made from it when such a step comes
                 known.tries = 0
+                known.stale = False
             elif known.result is not None and self.torch != str(torch.__version__):
                 known.tries = _AGAIN
         if self.known.all:
@@ -149,6 +161,8 @@ def _write_pilot(pilot: Pilot) -> dict[str, Any]:
         "device": device,
         "static": dict(static),
         "given_up": pilot.given_up and "sequences" in pilot.said,  # other reasons may be gone in another process
+        "default_budget": recalled.default if recalled is not None else pilot.chooser.settled_default,
+        "ladder": None if pilot.fallback.ladder is None else _write_ladder(pilot.fallback.ladder),
         "progress": {name.strip("_"): getattr(pilot, name) for name in _PROGRESS},
         **write_steps(pilot.known),
     }
@@ -202,9 +216,28 @@ def _read_pilot(content: Mapping[str, Any], version: str) -> Memory | None:
         if isinstance(value, bool) or not isinstance(value, int) or value < -1:
             raise ValueError("whole numbers were expected")
     given_up = content["given_up"] is True
-    if not known.all and not given_up:
+    ladder = None if content["ladder"] is None else _read_ladder(content["ladder"])
+    default = content["default_budget"]
+    if default is not None and (isinstance(default, bool) or not isinstance(default, int) or default < 1):
+        raise ValueError("a budget is bytes")
+    if not known.all and not given_up and ladder is None:
         return None
-    return Memory(known, given_up, progress, static, str(content["device"]), version)
+    return Memory(known, given_up, progress, static, str(content["device"]), version, default, ladder)
+
+
+def _write_ladder(ladder: Ladder) -> dict[str, Any]:
+    return {**asdict(ladder), "rungs": list(ladder.rungs)}
+
+
+def _read_ladder(content: Mapping[str, Any]) -> Ladder:
+    ladder = Ladder(**{**content, "rungs": tuple(content["rungs"])})
+    whole: tuple[object, ...] = (ladder.at, ladder.failed_at, ladder.fitted, ladder.good, ladder.measured_peak or 0)
+    if ladder.rungs not in (RUNGS, WITHOUT_BLOCKS) or not all(type(n) is int for n in whole):
+        raise ValueError("a ladder has its own rungs")
+    most = len(ladder.rungs)
+    if not (0 <= ladder.at < most and -1 <= ladder.fitted < most and 0 <= ladder.failed_at <= most):
+        raise ValueError("a ladder is searched between its ends")
+    return ladder
 
 
 def keep(known: KnownSteps, kept: Set[str]) -> None:

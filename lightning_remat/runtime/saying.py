@@ -24,6 +24,24 @@ def warn(text: str) -> None:
     warnings.warn(text, stacklevel=level)
 
 
+class Once:
+    """Warnings of one engine, each topic once.
+
+    Args:
+        about: what they begin with.
+    """
+
+    def __init__(self, about: str) -> None:
+        self.about = about
+        self.said: set[str] = set()
+
+    def __call__(self, topic: str, text: str) -> None:
+        """Warn, unless there was something on that topic before."""
+        if topic not in self.said:
+            self.said.add(topic)
+            warn(f"{self.about}: {text}")
+
+
 def in_words(result: PlanResult) -> str:
     """A plan in one line."""
     dropped = sum(result.chosen.drop)

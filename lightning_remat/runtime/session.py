@@ -34,7 +34,7 @@ from lightning_remat.engine.ledger import Ledger, LedgerTape, ModuleStack
 from lightning_remat.engine.opaque import hide_from_compiler
 from lightning_remat.engine.plain import backward_outside
 from lightning_remat.engine.planned import PlannedTape
-from lightning_remat.engine.policies import LEAN, SELECTIVE, OpInfo, Policy, checked_verdict
+from lightning_remat.engine.policies import OpInfo, Policy, checked_verdict
 from lightning_remat.engine.replay import Clock
 from lightning_remat.engine.rules import Rule
 from lightning_remat.engine.tape import Tape
@@ -42,7 +42,21 @@ from lightning_remat.engine.transforms import transforms_allowed
 from lightning_remat.engine.verify import Verifier
 from lightning_remat.errors import ConfigurationError
 from lightning_remat.planning.planfile import PlanFile, plan_path
-from lightning_remat.runtime import from_file, known, measuring, memory, pilot, remembering, static, tracer, tracing
+from lightning_remat.runtime import (
+    choosing,
+    fallback,
+    from_file,
+    known,
+    measuring,
+    memory,
+    pilot,
+    relief,
+    remembering,
+    resting,
+    static,
+    tracer,
+    tracing,
+)
 from lightning_remat.runtime.binding import Binding
 from lightning_remat.runtime.counters import Counters
 from lightning_remat.runtime.discovery import Discovery
@@ -63,7 +77,9 @@ hide_from_compiler(
     generators, ledger, plain, planned, regions, replay, rules, store, tape, transforms, values, verify, writes
 )
 # A step that is traced, planned or measured runs these inside of what may be compiled.
-hide_from_compiler(from_file, known, measuring, memory, pilot, static, tracer, tracing)
+hide_from_compiler(
+    choosing, fallback, from_file, known, measuring, memory, pilot, relief, resting, static, tracer, tracing
+)
 
 
 @dataclass(frozen=True)
@@ -144,6 +160,7 @@ class Remat:
         self._policy = self._settings.policy
         self._blocks_option = blocks
         self._kept_ops: set[str] = set()
+        self.guarded = False  # whoever runs steps again that ran out of memory says so
         self._clock = Clock()
         self._tape = Tape(self._clock)
         self._modules = ModuleStack()
@@ -159,8 +176,6 @@ class Remat:
         self._active: Tape | None = None
         self._steps = 0
         self._recorded = 0
-        if self._settings.auto and self._settings.budget is None:
-            log.info("policy='auto' takes 'selective' until the planner chooses per value.")
 
     def __reduce__(self) -> Any:
         """A copy has the options, and nothing of what has been learned about a model."""
@@ -171,8 +186,8 @@ class Remat:
         pilot: Pilot | FilePilot
         if settings.plan_path is not None and settings.plan is not None:
             pilot = FilePilot(settings.plan_path, settings.plan, self._clock)
-        elif settings.budget is not None:
-            pilot = Pilot(settings.budget, self._clock, self._modules)
+        elif settings.auto:
+            pilot = Pilot(settings.budget, self._clock, self._modules, settings.margin, self.counters)
         else:
             return None
         for op in self._kept_ops:
@@ -204,9 +219,7 @@ class Remat:
             if names
             else ""
         )
-        chosen = " (chosen by 'auto')" if self._settings.auto else ""
-        if self._pilot is not None:
-            chosen = f" ({self._pilot.sentence})"
+        chosen = f" ({self._pilot.sentence})" if self._pilot is not None else ""
         return f"recomputation policy {self.policy}{chosen}, {blocks or 'no blocks'}"
 
     @property
@@ -387,8 +400,17 @@ class Remat:
                 self._pilot.step_over(failed=kind is not None)
             self._after_step(tape, failed=kind is not None)
 
+    def look_at(self, batch: Any) -> None:
+        """Show the batch of the coming step: one that is known to fit without it is spared the tape."""
+        if self._pilot is not None:
+            self._pilot.look_at(batch)
+
     def _begin(self) -> None:
         self._clock.on_replay = None
+        if self._pilot is not None and self._pilot.resting(self.guarded):
+            self._recorded = 0
+            self._clock.reset()
+            return
         tape = self._planned_tape() or self._choose_tape()
         self._clock.reset()
         stack = self._stack = ExitStack()
@@ -426,9 +448,8 @@ class Remat:
             self._clock.on_replay = tape.replayed
             if not self._binding.bound:
                 self._modules.names.clear()  # it may be another model
-        elif tape is None and pilot.given_up and not self.blocks and self._policy is LEAN:
-            self._policy = SELECTIVE
-            self._binding = self._new_binding(SELECTIVE)
+        elif tape is None:
+            self._change_policy(pilot.policy(has_borders))
         if tape is not None and self._verifier is not None:
             self._verifier.attach(tape)
         return tape
@@ -437,6 +458,16 @@ class Remat:
         """A root is met under a plan, where blocks are not watched."""
         self._binding.met(root)
         return []
+
+    def _change_policy(self, policy: Policy) -> None:
+        """Another fixed policy from this step on."""
+        if policy is self._policy:
+            return
+        before, self._policy = self._binding, policy
+        self._binding = self._new_binding(policy)
+        if before.bound:
+            for root in before.roots:
+                self._binding.bind(root)
 
     @property
     def _needs_modules(self) -> bool:

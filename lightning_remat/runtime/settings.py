@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_remat.engine.actions import ActionTable
 from lightning_remat.engine.blocks import check_blocks_option
-from lightning_remat.engine.policies import KEEP_ALL, LEAN, SELECTIVE, Policy, parse_policy
+from lightning_remat.engine.policies import KEEP_ALL, LEAN, Policy, parse_policy
 from lightning_remat.engine.rules import Rule
 from lightning_remat.errors import ConfigurationError
 from lightning_remat.planning.planfile import PlanFile, plan_path
@@ -73,8 +73,7 @@ def checked(
             "Give a budget with policy='auto', or a policy without a budget."
         )
     path = plan_path(policy)
-    planned = path is not None or (auto and size is not None)
-    parsed = LEAN if planned else SELECTIVE if auto else parse_policy(policy)
+    parsed = LEAN if auto or path is not None else parse_policy(policy)
     if parsed.parts and blocks is not None:
         raise ConfigurationError(
             f"blocks={blocks!r} and a mapping as policy= contradict each other: the mapping's patterns are the "

@@ -14,6 +14,7 @@ import json
 import math
 import zlib
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from lightning_remat.planning.simulator import simulate
 from lightning_remat.planning.trace import EXIT, FREE, NEED, NEVER, OTHER, RELEASE, RUN, SAVE, Trace
 from lightning_remat.runtime.known import MOST_SHAPES, Known, KnownSteps
 from lightning_remat.runtime.memory import PeakResult
+from lightning_remat.runtime.tuner import Trial, Tuner
 
 MOST_BYTES = 8 * 1024**2
 """How much the written form takes at most."""
@@ -33,6 +35,7 @@ DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, 
 """What reading a damaged state raises; ValueError where it is our own check."""
 
 _LONGEST = 2**28  # characters that a packed text may come to: nobody is to fill our memory with a small checkpoint
+_MOST_TRIALS = 1000
 _MOST = -NEVER  # no number of bytes or elements is larger
 
 
@@ -149,11 +152,12 @@ def _write_step(k: Known, source: int | None, known: KnownSteps) -> dict[str, An
 def _write_tuning(k: Known) -> dict[str, Any]:
     """How the plan was held against what was measured."""
     return {
-        "correction": float(k.correction),
-        "corrected": k.corrected,
+        "tuner": k.tuner.state_dict(),
+        "target": k.target,
+        "stale": k.stale,
         "tries": k.tries,
         "measured_peak_bytes": None if k.measured is None else k.measured.peak_bytes,
-        "extra_seconds": k.extra_seconds,
+        "extra_seconds": None if k.extra_seconds is None else float(k.extra_seconds),
     }
 
 
@@ -261,7 +265,7 @@ def _read_plan(k: Known, step: dict[str, Any], read: Sequence[Known | None]) -> 
             front=tuple(front),
             plain=plain,
         )
-        k.follow(result, k.static, k.parts)
+        k.follow(result, k.static, k.parts, 0)
     else:
         simulate(k.trace, (False,) * len(k.trace.ops))
     _read_tuning(k, step["tuning"])
@@ -269,13 +273,29 @@ def _read_plan(k: Known, step: dict[str, Any], read: Sequence[Known | None]) -> 
 
 def _read_tuning(k: Known, tuning: dict[str, Any]) -> None:
     peak, seconds = tuning["measured_peak_bytes"], tuning["extra_seconds"]
-    _require(_number(tuning["correction"]) and 1 <= tuning["correction"] < 1e6, "a correction is a factor")
-    _require(_whole(tuning["corrected"], 0) and _whole(tuning["tries"], 0), "counts are whole numbers")
+    _require(_whole(tuning["target"], -_MOST) and _whole(tuning["tries"], 0), "counts are whole numbers")
     _require((peak is None or _whole(peak, 0)) and (seconds is None or _number(seconds)), "what was measured")
-    k.correction, k.corrected = float(tuning["correction"]), tuning["corrected"]
+    k.tuner = _read_tuner(tuning["tuner"])
+    k.target, k.stale = tuning["target"], tuning["stale"] is True
     k.tries = min(tuning["tries"], k.tries)
     k.measured = None if peak is None else PeakResult(peak_bytes=peak, timeline=())
     k.extra_seconds = None if seconds is None else float(seconds)
+
+
+def _read_tuner(state: dict[str, Any]) -> Tuner:
+    usual = {**Tuner().state_dict(), "ratio": 1.0, "width": 0.0}
+    _require(set(state) == set(usual) and len(_list(state["trials"])) <= _MOST_TRIALS, "a tuner has its own figures")
+    for name, value in usual.items():
+        _require(_alike(state[name], value), "figures are of their kind")
+    _require(0 < state["ratio"] < 1e6, "a ratio is a factor")
+    for trial in state["trials"]:
+        like = asdict(Trial(0, 0, 0))
+        _require(set(trial) == set(like), "a trial has its own figures")
+        for name, value in like.items():
+            _require(_alike(trial[name], value) or (name == "measured" and trial[name] is None), "figures")
+    tuner = Tuner()
+    tuner.load_state_dict(state)
+    return tuner
 
 
 def _candidate(content: Any, trace: Trace) -> Candidate:
@@ -386,6 +406,13 @@ def _index(i: Any, among: Sequence[Any]) -> int:
     _require(_whole(i, 0) and i < len(among), "an index")
     found: int = i
     return found
+
+
+def _alike(value: Any, usual: Any) -> bool:
+    """Whether a value is of the kind of the usual one, a number among possible ones."""
+    if isinstance(usual, bool) or not isinstance(usual, (int, float)):
+        return type(value) is type(usual)
+    return _number(value) if isinstance(usual, float) else _whole(value, -_MOST)
 
 
 def _whole(n: Any, least: int) -> bool:

@@ -51,7 +51,7 @@ def test_the_report_adds_up() -> None:
 
 def test_the_report_before_the_first_step() -> None:
     """An empty table, not an error."""
-    assert "policy selective" in text_of(Remat().report())
+    assert "policy selective" in text_of(Remat("selective").report())
 
 
 def test_what_autograd_keeps() -> None:

@@ -1,8 +1,10 @@
 """What a run has learned as plain data: there and back, cut to size, damaged, or from another run than this one."""
 
 import copy
+import gc
 import io
 import json
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,12 +14,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.optim import optimizer as optimizer_module
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_remat import ConfigurationError, Remat
 from lightning_remat.planning.planfile import PlanFile
 from lightning_remat.runtime import pilot as pilot_module
 from lightning_remat.runtime.known import KnownSteps
 from lightning_remat.runtime.remembering import VERSION
+from lightning_remat.runtime.static import Optimizers
 from lightning_remat.runtime.written import overload, pack, read_steps, unpack, write_steps
 from tests.helpers.bits import difference_in_bits
 from tests.helpers.loops import Loop, run, usual
@@ -370,3 +375,30 @@ def test_the_smallest_plan_as_a_file(tmp_path: Any) -> None:
     ours = run(net, [batch(MANY)] * 2, usual, tight)
     assert difference_in_bits(run(net, [batch(MANY)] * 2).seen, ours.seen) == []
     assert tight.stats.replayed_ops
+
+
+def test_an_engine_may_be_collected_while_an_optimizer_goes_through_its_hooks() -> None:
+    """A state waits for its first step under a global hook, which must not go in the midst of others."""
+    gc.collect()
+    before = set(optimizer_module._global_optimizer_pre_hooks)
+    holder: list[Any] = [Remat(budget=ROOM)]
+    holder[0].load_state_dict(state_after(64))
+    holder.append(holder)
+    waiting = weakref.ref(holder[0])
+    hooks = [holder]
+    del holder
+
+    def collecting(*args: Any) -> None:
+        hooks.clear()
+        gc.collect()
+
+    first = register_optimizer_step_pre_hook(collecting)
+    optimizer_module._global_optimizer_pre_hooks.move_to_end(first.id, last=False)
+    model = net()
+    try:
+        usual(Loop(model, None), batch(64))
+    finally:
+        first.remove()
+    assert waiting() is None
+    Optimizers().stop()
+    assert set(optimizer_module._global_optimizer_pre_hooks) <= before

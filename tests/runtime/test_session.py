@@ -131,11 +131,16 @@ def test_auto_plans_what_the_budget_has_room_for(caplog: pytest.LogCaptureFixtur
     assert caplog.messages[0] in remat.summary
 
 
-def test_auto_without_a_budget(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="lightning_remat"):
-        remat = Remat()
-    assert remat.policy == "selective"
-    assert "selective" in caplog.text
+def test_auto_without_a_budget() -> None:
+    """The budget is what the device has."""
+    remat = Remat()
+    model = Model()
+    assert "budget what the device has" in remat.summary
+    for _ in range(3):
+        step(remat, model)
+        model.zero_grad()
+    assert remat.plan is not None
+    assert remat.counters.budget_bytes == remat.plan.budget_bytes > 2**20
 
 
 def test_the_model_is_not_touched() -> None:

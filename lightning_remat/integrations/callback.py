@@ -8,6 +8,7 @@ from lightning.pytorch import Callback
 
 from lightning_remat.errors import ConfigurationError
 from lightning_remat.integrations.bases import is_known_not_to_work
+from lightning_remat.integrations.checkpoints import is_fitting, load_state, with_state
 from lightning_remat.integrations.guard import Guard, explain
 from lightning_remat.integrations.monitor import Monitor
 from lightning_remat.integrations.strategy import RematStrategy
@@ -109,6 +110,19 @@ class RematCallback(Callback):
         """The last batch is over."""
         if self._monitor is not None:
             self._monitor.end(trainer)
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Add what recomputation has learned.
+
+        Not by ``state_dict()``: Lightning asks for the callback when such a checkpoint is loaded without it.
+        """
+        if trainer.is_global_zero:
+            checkpoint.update(with_state(checkpoint, self.remat))
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Go on with it."""
+        if is_fitting(trainer):
+            load_state(checkpoint, self.remat)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Give the strategy its own training step back."""

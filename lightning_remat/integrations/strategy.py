@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_remat.errors import ConfigurationError
 from lightning_remat.integrations.bases import NAMESPACES, Recomputing, check_options, resolve_base, strategies_of
+from lightning_remat.integrations.checkpoints import is_fitting, load_state, with_state
 from lightning_remat.integrations.guard import Guard, explain
 from lightning_remat.integrations.monitor import Monitor
 from lightning_remat.runtime.session import Remat
@@ -98,7 +99,7 @@ class RematStrategy(Recomputing, _Base):
 
     def setup(self, trainer: Any) -> None:
         """Find the model's blocks and check the options against it, before anything else happens."""
-        fit = trainer.state.fn is not None and trainer.state.fn.value == "fit"
+        fit = is_fitting(trainer)
         if fit:
             self.remat.bind(self.lightning_module)  # type: ignore[arg-type]
         super().setup(trainer)
@@ -135,6 +136,20 @@ class RematStrategy(Recomputing, _Base):
         super().on_train_end()
         if self._monitor is not None:
             self._monitor.end(self.lightning_module.trainer)  # type: ignore[union-attr]
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """The base's, with what recomputation has learned."""
+        super().save_checkpoint(
+            with_state(checkpoint, self.remat) if self.is_global_zero else checkpoint, *args, **kwargs
+        )
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The base's; training that is resumed goes on with what recomputation had learned."""
+        checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
+        module = self.lightning_module
+        if module is not None and is_fitting(module.trainer):
+            load_state(checkpoint, self.remat)
+        return checkpoint
 
     def teardown(self) -> None:
         """Training ends, also by an exception: nothing is counted any more."""

@@ -32,6 +32,7 @@ OFTEN = 3
 """How often a shape comes up for which a search is worth its time."""
 
 _MOST_NOTES = 500
+_LESS, _MORE = 1.02, 1.25  # factors by which the device may differ from what it had in a run that is resumed
 _EVERY = 8  # steps between two measurements of a plan that is smaller than it might be
 
 
@@ -74,6 +75,19 @@ class Chooser:
         else:
             found = self.budget if isinstance(self.budget, int) else int(self.budget * device_memory(device))
         self.counters.budget_bytes = found
+        return found
+
+    @property
+    def settled_default(self) -> int | None:
+        """The budget where none is given, once a plan was measured to fit into it."""
+        return self._default if self.budget is None and self._frozen else None
+
+    def resume(self, default: int | None, device: torch.device, static: int) -> int:
+        """The budget in bytes, where another run had settled for a ``default``: the same, if the device is about it."""
+        found = self.bytes_on(device, static)
+        if self.budget is None and default is not None and default / _LESS <= found <= default * _MORE:
+            self._default, self._frozen = default, True
+            found = self.counters.budget_bytes = default
         return found
 
     def _of_the_device(self, device: torch.device, static: int) -> int:

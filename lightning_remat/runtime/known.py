@@ -129,6 +129,20 @@ class Known:
     def _script(self, plan: Candidate) -> Script:
         return script_for(self.functions, [op.size for op in self.trace.ops], plan.drop)
 
+    def tightest_plan(self) -> PlanResult:
+        """The plan with the smallest peak that can be found, which may take a while; what is in force stays."""
+        planner = self.planner = self.planner or Planner(self.trace)
+        if self.result is not None:
+            planner.judge(self.result.smallest.drop)
+        return PlanResult(
+            trace=self.trace,
+            static_bytes=max(0, self.static),
+            budget_bytes=self.result.budget_bytes if self.result is not None else 0,
+            chosen=planner.smallest(),
+            front=(planner.smallest(),),
+            plain=planner.plain,
+        )
+
     def never_drop(self, kept: set[str]) -> None:
         """Ops of these names are kept from now on; the plan has to be made anew."""
         for op in self.trace.ops:
@@ -145,12 +159,13 @@ class KnownSteps:
     Attributes:
         roots: where a step begins, by whether gradients are there already.
         all: every entry.
+        turns: where a step that began like an entry (its number) has another op or size (position, name or elements).
     """
 
     def __init__(self) -> None:
         self.roots: dict[bool, Known] = {}
         self.all: list[Known] = []
-        self._turns: dict[tuple[int, int, int | str], Known] = {}
+        self.turns: dict[tuple[int, int, int | str], Known] = {}
 
     @property
     def sequences(self) -> int:
@@ -171,7 +186,7 @@ class KnownSteps:
 
     def turn(self, known: Known, position: int, what: int | str) -> Known | None:
         """The entry for a step that began like ``known`` and has another op (name) or size at ``position``."""
-        return self._turns.get((known.number, position, what))
+        return self.turns.get((known.number, position, what))
 
     def add(
         self, accumulating: bool, trace: Trace, functions: Sequence[Any], passes: int, renewed: bool = False
@@ -183,7 +198,7 @@ class KnownSteps:
             turn = _difference(at.trace, new.trace)
             if turn is None:
                 return self._improve(at, new)
-            at = self._turns.setdefault((at.number, *turn), new)
+            at = self.turns.setdefault((at.number, *turn), new)
         self.all.append(new)
         return True
 
@@ -212,7 +227,7 @@ class KnownSteps:
             tuner=Tuner(ratio=base.tuner.ratio / (ESTIMATED if base.traced else 1.0), upward=False),
         )
         self.all.append(new)
-        self._turns[base.number, position, sizes[position]] = new
+        self.turns[base.number, position, sizes[position]] = new
         total = new.nbytes
         for other in sorted(self.all, key=lambda k: k.nbytes):
             if (

@@ -62,6 +62,11 @@ class StepWatch:
     def __del__(self) -> None:
         self.stop()
 
+    @property
+    def running(self) -> bool:
+        """Whether there is still something to count."""
+        return self._running
+
     def leave(self) -> None:
         """The step has been left; backward may have run already, or is still to come."""
         self.left = True

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
 import torch
@@ -30,8 +30,11 @@ from lightning_remat.runtime.measuring import Measurement, StepWatch
 from lightning_remat.runtime.memory import ProfilerBusy
 from lightning_remat.runtime.relief import FIXED, Relief
 from lightning_remat.runtime.saying import Once, in_words
-from lightning_remat.runtime.static import Optimizers, device_of, gradients_of, has_gradients, static_parts
+from lightning_remat.runtime.static import Optimizers, at_least, device_of, gradients_of, has_gradients, static_parts
 from lightning_remat.runtime.tracer import Tracer
+
+if TYPE_CHECKING:
+    from lightning_remat.runtime.remembering import Memory
 
 MOST_SEQUENCES = 6
 """How many sequences of ops are planned for; a model with more of them has another one in every step."""
@@ -55,6 +58,8 @@ class Pilot(Relief):
         known: everything that is known of steps.
         ledger: books of the last traced step.
         given_up: no plan can be followed; a fixed policy has to do.
+        recalled: what another run knew, until the first step begins.
+        before: bytes of what was there between steps in that run, for as long as no optimizer has been met.
     """
 
     def __init__(
@@ -78,6 +83,8 @@ class Pilot(Relief):
         self.tape.on_other_size = lambda position, size: _call(other_size, position, size)
         self.optimizers = Optimizers(WeakMethod(self._about_to_step))
         self.ledger: Ledger | None = None
+        self.recalled: Memory | None = None
+        self.before: dict[str, int] = {}
         self._had_roots = False
         self._tracer: Tracer | None = None
         self._active: Known | None = None
@@ -92,6 +99,16 @@ class Pilot(Relief):
         """The plan for the largest step; None before there is one."""
         return self.main.result if self.main is not None else None
 
+    @property
+    def roots(self) -> list[nn.Module]:
+        """The models whose memory counts, as far as they live."""
+        return list(self._roots)
+
+    @property
+    def said(self) -> set[str]:
+        """Topics that there was a warning about."""
+        return self._say.said
+
     # ------------------------------------------------------------------ the ends of a step
 
     def begin(self, roots: Sequence[nn.Module], has_borders: bool) -> Tape | None:
@@ -99,7 +116,9 @@ class Pilot(Relief):
         self.meet(roots)
         self._conclude()
         self._how, self._begun_with = "policy", self._batch
-        alive = list(self._roots)
+        alive = self.roots
+        if self.recalled is not None:
+            self.recalled.hold_against(self, alive)
         if self.given_up or self._tight == FIXED:
             self._watch_policy(alive)
             return None
@@ -139,6 +158,12 @@ class Pilot(Relief):
         for root in roots:
             self._roots.add(root)
 
+    def conclude_if_over(self) -> None:
+        """Learn from the last step now, if it has been watched to its end; otherwise when the next one begins."""
+        watches = self._watches()
+        if (watches or self._learning is not None) and not any(watch.running for watch in watches):
+            self._conclude()
+
     def step_over(self, failed: bool) -> None:
         """The step was left; backward may be still to come."""
         if failed:
@@ -172,13 +197,16 @@ class Pilot(Relief):
 
     def close(self) -> None:
         """Stop whatever is running; training may go on."""
+        self._stop_watches()
+        self.optimizers.stop()
+
+    def _stop_watches(self) -> None:
         for watch in self._watches():
             watch.stop()
         self._tracer = self._measuring = None
-        self.optimizers.stop()
 
     def __del__(self) -> None:
-        self.close()
+        self._stop_watches()  # optimizers see to themselves
 
     def never_drop(self, op: str) -> None:
         """Keep the results of an op from now on."""
@@ -324,6 +352,8 @@ class Pilot(Relief):
             parts = static_parts(roots, self.optimizers.of(roots), device)
             if known.renewed and device.type == "cpu":
                 parts["gradients"] = 0  # on CUDA the count sees them go; here, only the new ones come
+            if not self.optimizers.steps:
+                parts = at_least(parts, self.before)
             static = sum(parts.values())
             if anew or self.chooser.moved(known, static):
                 self._plan(known, static, parts, self.chooser.bytes_on(device, static))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -55,6 +55,7 @@ from lightning_remat.runtime import (
     memory,
     pilot,
     relief,
+    remembering,
     resting,
     static,
     tracer,
@@ -65,6 +66,7 @@ from lightning_remat.runtime.counters import Counters
 from lightning_remat.runtime.discovery import Discovery
 from lightning_remat.runtime.from_file import FilePilot
 from lightning_remat.runtime.pilot import Pilot
+from lightning_remat.runtime.remembering import Memory
 from lightning_remat.runtime.retry import Retry, Undo
 from lightning_remat.runtime.settings import checked, table_for
 from lightning_remat.runtime.snapshot import Snapshot
@@ -196,6 +198,8 @@ class Remat:
         self._verify_always = verify
         self._verify_due = False
         self._binding = self._new_binding(self._policy)
+        self._memory: Memory | None = None  # from a checkpoint, until a step begins with it
+        self._meeting = False  # the model is to be met although there is a plan already
         self._pilot = self._new_pilot()
         self._blocks: list[str] = []
         self._depth = 0
@@ -220,6 +224,8 @@ class Remat:
             return None
         for op in self._kept_ops:
             pilot.never_drop(op)
+        if isinstance(pilot, Pilot) and self._memory is not None:
+            self._memory.recall(pilot)
         return pilot
 
     # ------------------------------------------------------------------ what users ask
@@ -285,16 +291,61 @@ class Remat:
                 does not end in ``.json``, by which ``policy=`` knows a plan file.
             PlanFileError: the file cannot be written; one that is there already stays as it is.
         """
-        if plan_path(path) is None:
-            raise ConfigurationError(
-                f"save_plan({str(path)!r}): policy= knows a plan file by its ending; give a name that ends in .json."
-            )
+        _check_ending("save_plan", path)
         if self.plan is None:
             raise ConfigurationError(
                 f"save_plan({str(path)!r}): there is no plan. It takes policy='auto' with a budget, and is made when "
                 "the second step begins."
             )
         PlanFile.of(self.plan).save(path)
+
+    def save_tightened_plan(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan with the smallest peak for the largest known step, for ``policy="..."`` in another run.
+
+        Raises:
+            ConfigurationError: no step has been traced, or the path does not end in ``.json``.
+            PlanFileError: the file cannot be written; one that is there already stays as it is.
+        """
+        _check_ending("save_tightened_plan", path)
+        steps = self._pilot.known.all if isinstance(self._pilot, Pilot) else []
+        if not steps:
+            raise ConfigurationError(
+                f"save_tightened_plan({str(path)!r}): no step is known. It takes policy='auto' with a budget, and one "
+                "step that was traced."
+            )
+        PlanFile.of(max(steps, key=lambda k: (k.nbytes, k.traced)).tightest_plan()).save(path)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been learned, for a checkpoint: plans with what they rest on, ops that are kept, counters.
+
+        Plain strings, numbers, lists and dictionaries, of a few MiB at most; the smallest shapes are left out first.
+        Lightning's checkpoints have it without further ado.
+        """
+        pilot = self._pilot if isinstance(self._pilot, Pilot) else None
+        if pilot is not None and not self._depth:
+            pilot.conclude_if_over()
+        return remembering.write(self.counters, self._kept_ops, pilot)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what another run learned, from the next step on; before or after :meth:`bind`.
+
+        Nothing depends on it but memory and time. What does not fit (another budget, device or model) is planned or
+        traced anew; a state that cannot be read is passed over, with a warning. One from before the first step leaves
+        in place what is known already.
+        """
+        found = remembering.read(state)
+        if found is None:
+            return
+        found.count(self.counters)
+        for op in found.kept_ops:
+            self._never_again(op)
+        if found.memory is not None and isinstance(self._pilot, Pilot):
+            self._memory = found.memory
+            self._meeting = True
+            self._pilot.close()
+            self._pilot = self._new_pilot()
 
     def report(self) -> Report | PlanReport:
         """What was kept and what runs again, to print plainly or with ``rich``.
@@ -364,6 +415,8 @@ class Remat:
 
     def close(self) -> None:
         """Stop what is being counted, if anything is: strategies call this when training ends. It may go on later."""
+        if isinstance(self._pilot, Pilot):
+            self._pilot.conclude_if_over()
         if self._pilot is not None:
             self._pilot.close()
 
@@ -494,6 +547,8 @@ class Remat:
             regions.install(tape)
         if not self._binding.final and not isinstance(tape, PlannedTape):
             stack.enter_context(Discovery(regions, self._binding.met).watching())
+        elif not self._binding.final and self._meeting:
+            stack.enter_context(Discovery(regions, self._only_met).watching())
         if isinstance(tape, LedgerTape) or self._needs_modules:
             stack.enter_context(self._modules.watching())
         stack.callback(tape.clear)
@@ -510,6 +565,7 @@ class Remat:
         # In a plain loop the model is not known before the first step has met it; most have borders.
         has_borders = not self._binding.final or bool(self.blocks)
         tape = pilot.begin(self._binding.roots, has_borders)
+        self._memory = None
         if isinstance(tape, TracingTape):
             self._ledger = pilot.ledger
             self._clock.on_replay = tape.replayed
@@ -518,6 +574,11 @@ class Remat:
         elif tape is None and pilot.policy(has_borders) is not self._policy:
             self.put_in_force(pilot.policy(has_borders))
         return tape
+
+    def _only_met(self, root: nn.Module) -> list[Any]:
+        """A root is met under a plan, where blocks are not watched."""
+        self._binding.met(root)
+        return []
 
     @property
     def _needs_modules(self) -> bool:
@@ -580,7 +641,8 @@ class Remat:
             return
         self._steps += 1
         self.counters.steps += 1
-        if isinstance(tape, PlannedTape):
+        meeting, self._meeting = self._meeting, False
+        if isinstance(tape, PlannedTape) and (self._binding.final or not meeting):
             return  # a plan needs no blocks, and none were looked for
         self._binding.final = True  # whatever there was to meet has been met
         parts = self._binding.regions.parts
@@ -627,3 +689,10 @@ class Remat:
         there = [o for o in outs if isinstance(o, torch.Tensor) and o.layout is torch.strided]
         nbytes = sum(o.untyped_storage().nbytes() for o in there)
         return checked_verdict(ask, OpInfo(rule.name, self._modules.current, regions.block, nbytes, rule.kind))
+
+
+def _check_ending(method: str, path: str | os.PathLike[str]) -> None:
+    if plan_path(path) is None:
+        raise ConfigurationError(
+            f"{method}({str(path)!r}): policy= knows a plan file by its ending; give a name that ends in .json."
+        )

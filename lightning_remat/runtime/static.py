@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 from weakref import WeakMethod, WeakSet
 from weakref import ref as weakref
 
 import torch
 from torch import Tensor, nn
+from torch.optim import optimizer as optimizer_module
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+LASTING = ("parameters", "buffers", "optimizer state")
+"""Parts of the memory between steps that are the same between any two."""
 
 _LONG_ENOUGH = 50
 """Steps of optimizers after which we no longer wait for parameters that none of them steps."""
@@ -40,6 +46,7 @@ class Optimizers:
     def watch(self) -> None:
         """Look out for them, by a hook on all optimizers, until :meth:`stop`; safe to repeat."""
         if self._handle is None:
+            self.stop()
             self._since = self.steps
             # Not a bound method: the hook, which is global, must not keep us alive.
             me = weakref(self)
@@ -57,12 +64,18 @@ class Optimizers:
 
     def stop(self) -> None:
         """Look no longer; those that were found are remembered."""
+        while _LEFT_OVER:
+            _LEFT_OVER.pop().remove()
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
 
     def __del__(self) -> None:
-        self.stop()
+        # The garbage collector may come while PyTorch goes through the hooks, and then none may go; ours is inert.
+        if self._handle is not None and _within_optimizer():
+            _LEFT_OVER.append(self._handle)
+        else:
+            self.stop()
 
     def of(self, roots: Iterable[nn.Module]) -> list[Optimizer]:
         """Those that step parameters of these models."""
@@ -78,6 +91,20 @@ class Optimizers:
         return seen > _LONG_ENOUGH or all(
             id(p) in stepped for root in roots for p in root.parameters() if p.requires_grad
         )
+
+
+_LEFT_OVER: list[Any] = []
+"""Handles of hooks that are to be removed once that can be done."""
+
+
+def _within_optimizer() -> bool:
+    """Whether an optimizer's step has begun on this thread."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == optimizer_module.__file__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _stepped_by(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -102,6 +129,14 @@ def static_parts(roots: Iterable[nn.Module], optimizers: Iterable[Optimizer], de
     if device.type == "cuda":
         parts["other"] = max(0, torch.cuda.memory_allocated(device) - sum(parts.values()))
     return parts
+
+
+def at_least(parts: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+    """Parts of static memory of which none that lasts is less than ``before``; on CUDA the sum is what was counted."""
+    found = {name: max(size, before.get(name, 0)) if name in LASTING else size for name, size in parts.items()}
+    if "other" in found:
+        found["other"] = max(0, found["other"] + sum(parts.values()) - sum(found.values()))
+    return found
 
 
 def has_gradients(roots: Iterable[nn.Module]) -> bool:

@@ -186,11 +186,11 @@ def test_memory_that_is_lacking_for_verification_ends_no_training(monkeypatch: p
     """The rest of the step goes unverified, the next one is verified again; other errors come through."""
     plain = gradients_by_step(None, [0], 2)
     remat = Remat(policy=recompute_all, verify_every_n_steps=1)
-    failures = [
-        RuntimeError(
-            "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes. Error code 12 (Cannot allocate memory)"
-        )
-    ]
+    text = (
+        "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+        "allocate 64 bytes. Error code 12 (Cannot allocate memory)"
+    )
+    failures = [RuntimeError(text)]
 
     def failing(a: torch.Tensor, b: torch.Tensor) -> bool:
         if failures:

@@ -41,7 +41,8 @@ def test_training_goes_on_in_every_bit(results: dict[str, Any], moment: str) -> 
     assert found["different"] == []
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+# After two steps, where "tuning" goes on, both have been traced, and there is no plan yet.
+@pytest.mark.parametrize("moment", [moment for moment in MOMENTS if moment != "tuning"])
 def test_it_goes_on_with_the_plan(results: dict[str, Any], moment: str) -> None:
     """What was found out before the last checkpoint is in it, and nothing is traced again."""
     assert results[moment]["planned_at_start"]

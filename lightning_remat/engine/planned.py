@@ -138,7 +138,7 @@ class PlannedTape(Tape):  # type: ignore[no-untyped-call]  # torch's __init_subc
             else:
                 asked = -1
             if asked >= 0:
-                out = self.eviction.again(partial(func._op, *args, **(kwargs or {})), asked)
+                out = self._again(partial(func._op, *args, **(kwargs or {})), func, args, kwargs, asked)
             if action == RECORD:
                 self._record(func, args, kwargs, out, None, None)
             elif self.eviction is not None:

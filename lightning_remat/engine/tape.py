@@ -36,6 +36,7 @@ from lightning_remat.engine.actions import (
     ActionTable,
 )
 from lightning_remat.engine.generators import NoGenerator, RecordedState
+from lightning_remat.engine.onednn import failed_in_onednn, kernels_made
 from lightning_remat.engine.out_of_memory import bytes_asked, is_out_of_memory
 from lightning_remat.engine.plain import call_as_plain
 from lightning_remat.engine.replay import Clock, restore
@@ -55,6 +56,8 @@ from lightning_remat.engine.values import (
 from lightning_remat.engine.writes import Writes, recorded_state
 from lightning_remat.errors import MODIFIED
 
+_KERNEL = 1 << 62  # in place of bytes that were asked for: it is a kernel that is lacking
+_SOME = 1 << 26  # bytes that making one may take
 _SIDE = 32  # a further output with at most this part of the first one's elements is a side output
 _STRIDED = torch.strided
 _grad_enabled = torch.is_grad_enabled
@@ -190,7 +193,7 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             asked = -1
         if asked >= 0:
             call = partial(call_as_plain if rule.inner else _call_plainly, func, args, kwargs)
-            out, autocast = self.eviction.again(call, asked, rng)
+            out, autocast = self._again(call, func, args, kwargs, asked, rng)
         crosses = crosses_bus(rule, args, kwargs)
         if not (keep or autocast or crosses) and (action != ASK or self.decide(rule, out)):
             self._record(func, args, kwargs, out, rng, rule)
@@ -205,19 +208,34 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
         To be called from the ``except`` block, which has to be left before room is made: the traceback holds tensors.
         """
-        if self.eviction is None or self.paused or not is_out_of_memory(error):
+        if self.paused or not is_out_of_memory(error):
+            return -1
+        lacks_kernel = failed_in_onednn(error)
+        if self.eviction is None and not lacks_kernel:
             return -1
         if self.verdict(func) == NEVER and (rng is None or rule_for(func).form != "pure"):
             return -1
-        return bytes_asked(error) or 0
+        return _KERNEL if lacks_kernel else bytes_asked(error) or 0
+
+    def _again(self, call: Any, func: Any, args: Any, kwargs: Any, asked: int, rng: RecordedState | None = None) -> Any:
+        """Call an op again, with more room, or (``asked`` is ``_KERNEL``) with kernels that another thread has made."""
+        if asked != _KERNEL:
+            return self.eviction.again(call, asked, rng)
+        with torch._C._DisableTorchDispatch():
+            if not kernels_made(func, args, kwargs) and self.eviction is not None and self.eviction.make_room(_SOME):
+                kernels_made(func, args, kwargs)
+        if rng is not None:
+            rng[0].set_state(rng[1])
+        return call()
 
     def _kept_again(self, func: Any, args: Any, kwargs: Any, asked: int) -> Any:
-        out = self.eviction.again(partial(func._op, *args, **(kwargs or {})), asked)
-        self._note_kept(func, args, kwargs, out)
+        out = self._again(partial(func._op, *args, **(kwargs or {})), func, args, kwargs, asked)
+        if self.eviction is not None and not self.paused:
+            self._note_kept(func, args, kwargs, out)
         return out
 
     def _recorded_again(self, func: Any, args: Any, kwargs: Any, asked: int) -> Any:
-        out = self.eviction.again(partial(func._op, *args, **(kwargs or {})), asked)
+        out = self._again(partial(func._op, *args, **(kwargs or {})), func, args, kwargs, asked)
         if _grad_enabled():
             self._record(func, args, kwargs, out, None, None)
         return out

@@ -153,6 +153,11 @@ class Pilot(Relief):
         self.tape.start(script)
         return self.tape
 
+    def seconds_at(self, position: int) -> float:
+        """How long the op at a position of the step takes, by its trace; 0 where nobody knows."""
+        ops = self._last.trace.ops if self._last is not None else []
+        return ops[position].seconds if position < len(ops) else 0.0
+
     def meet(self, roots: Sequence[nn.Module]) -> None:
         """Models whose memory counts."""
         for root in roots:

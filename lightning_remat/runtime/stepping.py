@@ -43,6 +43,7 @@ from lightning_remat.engine.replay import Clock
 from lightning_remat.engine.rules import Rule
 from lightning_remat.engine.tape import Tape
 from lightning_remat.engine.transforms import transforms_allowed
+from lightning_remat.engine.verify import Verifier
 from lightning_remat.runtime import (
     choosing,
     fallback,

@@ -35,14 +35,20 @@ class LoopState:
         self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         self._metrics: Attributes | None = None
         self._known: list[nn.Module] = []
+        self._counting: list[tuple[Any, tuple[str, ...]]] = []  # loops and their counters, with what is noted of each
+        self._links: list[tuple[dict[str, Any], str, Any]] = []  # by which they hang together
+        self._sizes: list[tuple[dict[str, Any], int]] = []
 
     def take(self) -> None:
         """Note the present state."""
         trainer = self._trainer
-        self._values, self._dicts = [], []
+        self._dicts = []
         epoch_loop = trainer.fit_loop.epoch_loop
-        for loop in (trainer.fit_loop, epoch_loop, epoch_loop.automatic_optimization, epoch_loop.manual_optimization):
-            self._loop(loop)
+        if not self._counting or not self._is_laid_out():
+            self._lay_out(
+                (trainer.fit_loop, epoch_loop, epoch_loop.automatic_optimization, epoch_loop.manual_optimization)
+            )
+        self._values = [(held, {n: held.__dict__[n] for n in names}) for held, names in self._counting]
         self._note(epoch_loop.manual_optimization, ("_output",))
         self._note(trainer, ("should_stop",))
         connector = trainer._logger_connector
@@ -92,20 +98,27 @@ class LoopState:
         if isinstance(held, dict):
             self._dicts.append((held, dict(held)))
 
-    def _loop(self, loop: Any) -> None:
-        """A loop's own numbers, and its counters of progress."""
-        numbers = tuple(n for n, v in loop.__dict__.items() if isinstance(v, _CONSTANT))
-        self._note(loop, numbers)
-        for value in loop.__dict__.values():
-            if is_dataclass(value) and not isinstance(value, type):
-                self._progress(value)
+    def _is_laid_out(self) -> bool:
+        """Whether the loops have the same attributes and counters as the last time."""
+        return all(len(d) == n for d, n in self._sizes) and all(d.get(name) is v for d, name, v in self._links)
 
-    def _progress(self, progress: Any) -> None:
-        self._note(progress, tuple(progress.__dict__))
+    def _lay_out(self, loops: tuple[Any, ...]) -> None:
+        """Find the loops' own numbers, and their counters of progress."""
+        self._counting, self._links, self._sizes = [], [], []
+        for loop in loops:
+            self._sizes.append((loop.__dict__, len(loop.__dict__)))
+            self._counting.append((loop, tuple(n for n, v in loop.__dict__.items() if isinstance(v, _CONSTANT))))
+            for name, value in loop.__dict__.items():
+                if is_dataclass(value) and not isinstance(value, type):
+                    self._progress(loop, name, value)
+
+    def _progress(self, parent: Any, name: str, progress: Any) -> None:
+        self._links.append((parent.__dict__, name, progress))
+        self._counting.append((progress, tuple(progress.__dict__)))
         for field in fields(progress):
             inner = getattr(progress, field.name)
             if is_dataclass(inner) and not isinstance(inner, type):
-                self._progress(inner)
+                self._progress(progress, field.name, inner)
 
     def _results(self, results: Any) -> None:
         """What was logged: which keys, and the state of each; also metrics of the user's that were logged as such."""

@@ -654,11 +654,15 @@ def test_a_snapshot_that_is_dropped_leaves_no_hook() -> None:
     model = Stack()
     model(X).backward()
     before = len(torch_optimizer._global_optimizer_pre_hooks)
+    backward = torch.autograd._engine_run_backward
     snapshot = Snapshot([model], [torch.optim.SGD(model.parameters(), lr=0.1)], manual=True)
     snapshot.take()
+    assert torch.autograd._engine_run_backward is not backward, "it wants to know of every backward"
+    model(X).backward()
     assert not no_hooks(model)
     del snapshot
     assert no_hooks(model)
+    assert torch.autograd._engine_run_backward is backward
     assert len(torch_optimizer._global_optimizer_pre_hooks) == before
 
 

@@ -21,6 +21,7 @@ from weakref import ref as weakref
 import torch
 from torch import Tensor
 
+from lightning_remat.engine.plain import guard_backward
 from lightning_remat.runtime.snapshot_parts.tensors import place_of, version_of
 
 _UNTOUCHED, _ADDED, _LET_GO, _ZEROED, _UNKNOWN = range(5)
@@ -31,8 +32,10 @@ class Gradients:
 
     Args:
         name_of: gives the name of a parameter, for errors.
-        told: :meth:`backward_begins` is called before every backward, so that hooks are only needed where there is
-            still a gradient then. Otherwise hooks are in place from the beginning.
+        told: :meth:`backward_begins` is called before every backward by somebody. Otherwise that is seen to here.
+
+    Hooks are only needed where there is still a gradient when backward begins, and putting them there at every step
+    costs more than everything else.
     """
 
     def __init__(self, name_of: Callable[[Tensor], str], *, told: bool) -> None:
@@ -43,6 +46,7 @@ class Gradients:
         self._tracks: dict[int, Track] = {}
         self._gone: set[int] = set()
         self._any = False
+        self._unguard: Callable[[], None] = _nothing
 
     def take(self, parameters: Sequence[Tensor]) -> None:
         """Note which parameters have gradients, and in which state."""
@@ -50,7 +54,15 @@ class Gradients:
         self._parameters = parameters
         self._note()
         if self._any and not self._told:
-            self.backward_begins()
+            # Not a bound method: the list of guards is global and must not keep us alive.
+            me = weakref(self)
+
+            def begins(roots: Sequence[Any], create_graph: bool) -> None:
+                gradients = me()
+                if gradients is not None:
+                    gradients.backward_begins()
+
+            self._unguard = guard_backward(begins)
 
     def backward_begins(self) -> None:
         """Watch what is added to gradients that are there."""
@@ -107,6 +119,8 @@ class Gradients:
 
     def release(self) -> None:
         """Remove the hooks and forget."""
+        self._unguard()
+        self._unguard = _nothing
         for track in self._tracks.values():
             track.remove()
         self._tracks, self._gone = {}, set()
@@ -123,6 +137,10 @@ class Gradients:
             for i, p in enumerate(self._parameters)
         ]
         self._any = any(present is not None for present in self._present)
+
+
+def _nothing() -> None:
+    """There is no guard."""
 
 
 def _what_became(p: Tensor, before: tuple[int, int]) -> int:

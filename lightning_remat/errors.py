@@ -4,10 +4,16 @@ RematError
 ├── ConfigurationError (also a ValueError)   an option that cannot work: raised before the first step
 │   ├── BudgetError                          no plan fits into the budget
 │   └── PlanFileError                        a plan file that cannot be read or written
-└── ReplayError (also a RuntimeError)        a dropped value cannot be computed again as it was
+├── NoMemoryLeft (also torch.OutOfMemoryError)  a step does not fit even under the plan that needs least
+├── ReplayError (also a RuntimeError)        a dropped value cannot be computed again as it was
+└── RestoreError (also a RuntimeError)       what a failed step changed cannot be put back; nothing was
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
 
 
 class RematError(Exception):
@@ -40,8 +46,45 @@ class PlanFileError(ConfigurationError):
     """A plan file that cannot be read or written, is damaged, or is from a future version."""
 
 
+class NoMemoryLeft(RematError, torch.OutOfMemoryError):
+    """A step does not fit into memory, whatever was tried; whoever handles PyTorch's own error handles this one, too.
+
+    It is raised ``from`` the last error of the allocator.
+
+    Attributes:
+        asked_bytes: what could not be had; None: the allocator did not say.
+        free_bytes: what this process could still have; None: unknown.
+        held: what holds memory, by name, in bytes.
+        tries: what was tried, in words and in order.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        asked_bytes: int | None = None,
+        free_bytes: int | None = None,
+        held: Mapping[str, int] | None = None,
+        tries: Sequence[str] = (),
+    ) -> None:
+        super().__init__(message)
+        self.asked_bytes = asked_bytes
+        self.free_bytes = free_bytes
+        self.held = dict(held or {})
+        self.tries = tuple(tries)
+
+    def __reduce__(
+        self,
+    ) -> tuple[type[NoMemoryLeft], tuple[str, int | None, int | None, dict[str, int], tuple[str, ...]]]:
+        """With its figures: errors travel between processes."""
+        return type(self), (str(self), self.asked_bytes, self.free_bytes, self.held, self.tries)
+
+
 class ReplayError(RematError, RuntimeError):
     """A value that backward needs was dropped and can no longer be computed exactly as it was."""
+
+
+class RestoreError(RematError, RuntimeError):
+    """What a failed step changed cannot be put back as it was, so it must not be run again; nothing was put back."""
 
 
 MODIFIED = (

@@ -67,12 +67,12 @@ TABLE = (
     # Python's objects, and NumPy's arrays by a subclass.
     Row("Python", "", MemoryError, host=True),
     # C++'s containers inside a kernel (topk and svd were seen): this is the whole text.
-    Row("C++", r"std::bad_alloc\s*$", host=True),
+    Row("C++", r"std::bad_alloc\s*(\n|$)", host=True),
     # oneDNN's status is dropped on the way. (With "descriptor for ..." behind it the text means an unsupported
-    # combination.) pytorch/pytorch#143651 is the other reason.
+    # combination.) pytorch/pytorch#143651 is the other reason. See engine/onednn.py for what it leaves behind.
     Row(
         "oneDNN",
-        r"could not create a primitive\s*$",
+        r"could not create a primitive\s*(\n|$)",
         host=True,
         otherwise="a process that may not make memory executable",
     ),

@@ -3,6 +3,8 @@
 Two checks. An op is run twice on the same inputs as soon as it has run: a kernel that differs from run to run shows
 itself there. And a value that autograd saves is computed from what the tape has kept, exactly as backward would. What
 differs is kept from then on.
+
+Both need memory that training does not. Where there is too little, the rest of the step goes unverified.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_remat.engine.generators import call_rewound
+from lightning_remat.engine.out_of_memory import is_out_of_memory
 from lightning_remat.engine.plain import call_as_plain
 from lightning_remat.engine.replay import Clock, missing_ops, restore
 from lightning_remat.engine.rules import Rule, rule_for
@@ -35,13 +38,18 @@ class Verifier:
         checked: names of ops whose results were computed again and had the same bits.
         different: names of ops that gave other bits; kept from then on.
         values: number of saved values that were computed again from the tape and found equal.
+        compared: number of comparisons: those of saved values, and one for each op that was run twice.
+        differed: how many of these found a difference.
     """
 
     def __init__(self, keep_from_now_on: Callable[[str], None]) -> None:
         self.checked: set[str] = set()
         self.different: set[str] = set()
         self.values = 0
+        self.compared = 0
+        self.differed = 0
         self._left = 0
+        self._stopped = False  # memory was lacking
         self._keep = keep_from_now_on
         self._tape: Tape | None = None
         self._twice: set[str] = set()
@@ -49,26 +57,37 @@ class Verifier:
     def attach(self, tape: Tape) -> None:
         """Look over a tape's shoulder for the coming step."""
         self._left = BYTES_PER_STEP
+        self._stopped = False
         self._tape = tape
         if self not in tape.observers:
             tape.observers.append(self)
 
+    def detach(self) -> None:
+        """Look away: steps cost nothing until the next :meth:`attach`."""
+        if self._tape is not None and self in self._tape.observers:
+            self._tape.observers.remove(self)
+        self._tape = None
+
+    def begin_anew(self) -> None:
+        """Check every kind of op again, as a kernel may have begun to differ. What differed already stays kept."""
+        self.checked.clear()
+        self._twice.clear()
+
     def recorded(self, op: Op, args: Any, kwargs: Any, out: Any) -> None:
         """Run a newly met op a second time on the same arguments."""
         rule = rule_for(op.func)
-        if args is None or rule.name in self._twice or rule.hidden:
+        if args is None or rule.name in self._twice or rule.hidden or self._stopped:
             return
         self._twice.add(rule.name)
-        # We are below autograd here, so grad mode can stay as it is; some kernels give less without it.
-        if op.extra is not None and op.extra[2] is not None:
-            again = call_rewound(op.extra[2], op.func, args, kwargs or {})
-        elif rule.inner:
-            again, _ = call_as_plain(op.func, args, kwargs or {})
-        else:
-            again = op.func(*args, **(kwargs or {}))
-        scratch = _SCRATCH.get(rule.name)
-        pairs = enumerate(zip(_tensors(out), _tensors(again), strict=True))
-        if not all(position == scratch or same_bits(a, b) for position, (a, b) in pairs):
+        try:
+            same = _same_when_run_twice(op, rule, args, kwargs, out)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._stopped = True
+            return
+        self.compared += 1
+        if not same:
             self._differs([rule], out)
 
     def packed(self, tensor: Tensor, packed: Any) -> None:
@@ -80,10 +99,18 @@ class Verifier:
             return
         ops = missing_ops(value)
         rules = [rule_for(op.func) for op in ops]
-        if self._left <= 0 or all(rule.name in self.checked for rule in rules):
+        if self._left <= 0 or self._stopped or all(rule.name in self.checked for rule in rules):
             return
         self._left -= len(ops) * tensor.numel() * tensor.element_size()
-        if same_bits(tensor, _computed_again(value, ops, packed[1], self._tape)):
+        try:
+            same = same_bits(tensor, _computed_again(value, ops, packed[1], self._tape))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._stopped = True
+            return
+        self.compared += 1
+        if same:
             self.values += 1
             self.checked.update(rule.name for rule in rules)
         else:
@@ -93,6 +120,7 @@ class Verifier:
         """Nothing to check: it stays."""
 
     def _differs(self, rules: list[Rule], out: Any) -> None:
+        self.differed += 1
         names = sorted({rule.name for rule in rules})
         self.different.update(names)
         for name in names:
@@ -104,6 +132,20 @@ class Verifier:
             f"verify: {', '.join(names)} gave other bits when run again; the results are kept from now on.",
             stacklevel=2,
         )
+
+
+def _same_when_run_twice(op: Op, rule: Rule, args: Any, kwargs: Any, out: Any) -> bool:
+    """Whether an op that has just run gives the same bits from the same arguments."""
+    # We are below autograd here, so grad mode can stay as it is; some kernels give less without it.
+    if op.extra is not None and op.extra[2] is not None:
+        again = call_rewound(op.extra[2], op.func, args, kwargs or {})
+    elif rule.inner:
+        again, _ = call_as_plain(op.func, args, kwargs or {})
+    else:
+        again = op.func(*args, **(kwargs or {}))
+    scratch = _SCRATCH.get(rule.name)
+    pairs = enumerate(zip(_tensors(out), _tensors(again), strict=True))
+    return all(position == scratch or same_bits(a, b) for position, (a, b) in pairs)
 
 
 def _computed_again(value: Value, ops: list[Op], geometry: Any, tape: Tape | None) -> Tensor:

@@ -9,6 +9,8 @@ from lightning.pytorch import Callback
 from lightning_remat.errors import ConfigurationError
 from lightning_remat.integrations.bases import is_known_not_to_work
 from lightning_remat.integrations.checkpoints import is_fitting, load_state, with_state
+from lightning_remat.integrations.guard import Guard, explain
+from lightning_remat.integrations.monitor import Monitor
 from lightning_remat.integrations.strategy import RematStrategy
 from lightning_remat.runtime.session import Remat
 
@@ -63,7 +65,9 @@ class RematCallback(Callback):
             retries=retries,
             verify_every_n_steps=verify_every_n_steps,
         )
+        self._guard = Guard(self.remat)
         self._strategy: Any = None
+        self._monitor: Monitor | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Check that the strategy is one that can be wrapped, and the options against the model; wrap it."""
@@ -85,7 +89,7 @@ class RematCallback(Callback):
             self.remat.bind(pl_module)  # here already, where nothing has been moved to a device yet
         # From now on, so that a second callback meets it.
         self._strategy = strategy
-        strategy.training_step = _Recorded(self.remat, strategy.training_step)
+        strategy.training_step = _Recorded(self._guard, strategy.training_step)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Find the model's blocks in what it has become: complete, and with the modules that plugins have replaced."""
@@ -104,15 +108,36 @@ class RematCallback(Callback):
         if is_fitting(trainer):
             load_state(checkpoint, self.remat)
 
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Everything is set up: from here on training is followed, and out-of-memory got over."""
+        self._guard.install(trainer)
+        self._monitor = Monitor(self.remat)
+        self._monitor.start(trainer)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """A batch begins, and the one before is over."""
+        if self._monitor is not None:
+            self._monitor.batch_starts(trainer)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """The last batch is over."""
+        if self._monitor is not None:
+            self._monitor.end(trainer)
+
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Give the strategy its own training step back."""
-        self._restore()
+        self._restore(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """The same; Lightning does not call ``teardown`` then."""
-        self._restore()
+        explain(exception)
+        self._restore(trainer)
 
-    def _restore(self) -> None:
+    def _restore(self, trainer: Any) -> None:
+        self._guard.remove()
+        monitor, self._monitor = self._monitor, None
+        if monitor is not None:
+            monitor.close(speak=trainer.is_global_zero)
         self.remat.close()
         strategy, self._strategy = self._strategy, None
         if strategy is not None:
@@ -122,14 +147,12 @@ class RematCallback(Callback):
 class _Recorded:
     """A training step inside the tape."""
 
-    def __init__(self, remat: Remat, training_step: Any) -> None:
-        self.remat = remat
+    def __init__(self, guard: Guard, training_step: Any) -> None:
+        self.guard = guard
         self.training_step = training_step
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.remat.look_at((args, kwargs))
-        with self.remat:
-            return self.training_step(*args, **kwargs)
+        return self.guard.training_step(self.training_step, *args, **kwargs)
 
 
 def _is_completed_later(pl_module: Any) -> bool:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from lightning_remat.errors import ConfigurationError
 from lightning_remat.integrations.bases import NAMESPACES, Recomputing, check_options, resolve_base, strategies_of
 from lightning_remat.integrations.checkpoints import is_fitting, load_state, with_state
+from lightning_remat.integrations.guard import Guard, explain
+from lightning_remat.integrations.monitor import Monitor
 from lightning_remat.runtime.session import Remat
 
 if TYPE_CHECKING:
@@ -49,13 +51,7 @@ class RematStrategy(Recomputing, _Base):
     """
 
     remat: Remat
-
-    def __new__(cls, base: Any = "auto", *args: Any, _namespace: str = NAMESPACES[0], **options: Any) -> RematStrategy:
-        """Choose the class that has the base's class among its own."""
-        if cls is not RematStrategy:
-            return object.__new__(cls)
-        base_class, _ = resolve_base(base, _namespace)
-        return object.__new__(strategy_class(base_class or _placeholder(_namespace)))
+    _monitor: Monitor | None = None
 
     def __init__(
         self,
@@ -73,6 +69,10 @@ class RematStrategy(Recomputing, _Base):
         **base_options: Any,
     ) -> None:
         base_class, preset = resolve_base(base, _namespace)
+        if type(self) is RematStrategy:
+            # The class that has the base's class among its own. Not by __new__, whose signature would hide this one
+            # from LightningCLI.
+            self.__class__ = strategy_class(base_class or _placeholder(_namespace))
         options = {**preset, **base_options}
         check_options(base, [base_class] if base_class is not None else _candidates(base, _namespace), options)
         self.remat = Remat(
@@ -85,6 +85,7 @@ class RematStrategy(Recomputing, _Base):
             retries=retries,
             verify_every_n_steps=verify_every_n_steps,
         )
+        self._guard = Guard(self.remat)
         if base_class is None:
             self._settings = (base, _namespace)
             self._base_options = options
@@ -105,14 +106,36 @@ class RematStrategy(Recomputing, _Base):
         if fit:
             # Again: by now the precision plugin or SyncBatchNorm may have put other modules in place of some.
             self.remat.bind(self.lightning_module)  # type: ignore[arg-type]
+            self._guard.install(trainer)
             if self.is_global_zero:
                 log.info(self.remat.summary)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The base's training step, recorded."""
-        self.remat.look_at((args, kwargs))
-        with self.remat:
-            return super().training_step(*args, **kwargs)
+        return self._guard.training_step(super().training_step, *args, **kwargs)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Training ends by an error: if it was out of memory, say why that was not got over."""
+        explain(exception)
+        super().on_exception(exception)
+
+    def on_train_start(self) -> None:
+        """Training begins, and is followed from here."""
+        super().on_train_start()
+        monitor = self._monitor = Monitor(self.remat)
+        monitor.start(self.lightning_module.trainer)  # type: ignore[union-attr]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """A batch begins, and the one before is over."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self._monitor is not None:
+            self._monitor.batch_starts(self.lightning_module.trainer)  # type: ignore[union-attr]
+
+    def on_train_end(self) -> None:
+        """The last batch is over."""
+        super().on_train_end()
+        if self._monitor is not None:
+            self._monitor.end(self.lightning_module.trainer)  # type: ignore[union-attr]
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """The base's, with what recomputation has learned."""
@@ -130,6 +153,10 @@ class RematStrategy(Recomputing, _Base):
 
     def teardown(self) -> None:
         """Training ends, also by an exception: nothing is counted any more."""
+        self._guard.remove()
+        monitor, self._monitor = self._monitor, None
+        if monitor is not None:
+            monitor.close(speak=self.is_global_zero)
         self.remat.close()
         super().teardown()
 
@@ -207,7 +234,7 @@ def _settle(strategy: Any) -> None:
     check_options(base, [base_class], options)
     strategy.__dict__.clear()
     strategy.__class__ = strategy_class(base_class)
-    strategy.remat = given["remat"]
+    strategy.remat, strategy._guard = given["remat"], given["_guard"]
     base_class.__init__(strategy, **options)  # type: ignore[misc]
     for name in ("_accelerator", "_precision_plugin", "_checkpoint_io"):
         if given.get(name) is not None:
@@ -242,3 +269,6 @@ def register() -> None:
                 base=base,
                 _namespace=namespace,
             )
+        if namespace == NAMESPACES[0]:
+            # An instance is a Strategy by its class, which depends on the base. LightningCLI asks before there is one.
+            strategies_of(namespace).Strategy.register(RematStrategy)

@@ -86,4 +86,4 @@ class Fallback:
         if not self.for_good or self.ladder is None or not self.ladder.failed():
             return None
         self._peaks = []
-        return f"policy {self.ladder.name!r}"
+        return f"under policy {self.ladder.name!r}"

@@ -92,10 +92,10 @@ class FilePilot:
         self._short += how == "plan"
         if how == "plan" and any(self.plan.lean):
             self._tight = "lean"
-            return "the plan with the smallest peak that the file holds"
+            return "under the plan with the smallest peak that the file holds"
         if how in ("plan", "lean"):
             self._tight = "policy"
-            return "a fixed policy that keeps what enters the model's blocks"
+            return "under a fixed policy that keeps what enters the model's blocks"
         return None
 
     def step_over(self, failed: bool) -> None:

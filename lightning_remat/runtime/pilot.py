@@ -208,6 +208,11 @@ class Pilot(Relief):
         self.tape.never_drop(op)
         self.known.never_drop(self.tape.kept)
 
+    @property
+    def watching(self) -> bool:
+        """Whether memory is being counted, in a traced or a measured step."""
+        return bool(self._watches())
+
     def _watches(self) -> list[StepWatch]:
         return [watch for watch in (self._tracer, self._measuring) if watch is not None]
 
@@ -271,6 +276,7 @@ class Pilot(Relief):
             base, position, size = learning
             self._learn_sizes(base, position, [op.size for op in base.trace.ops[:position]] + [size] + self.tape.seen)
         elif self.tape.position == len(active.trace.ops) and active.result is not None:
+            self._short["lean"] = 0
             if missing:
                 self.chooser.pressure(active, missing, device_of(self._roots))
             elif measuring is not None:

@@ -183,17 +183,17 @@ class Relief(ABC):
                 self.chooser.pressure(known, asked_bytes, device_of(self._roots))
             if unknown or known.result.chosen.peak_bytes > smallest.peak_bytes:
                 self._tight = LEAN_PLAN
-                text = f"the plan with the smallest peak, {format_bytes(known.static + smallest.peak_bytes)}"
+                text = f"under the plan with the smallest peak, {format_bytes(known.static + smallest.peak_bytes)}"
         elif how == "policy" or not how:
             text = None if tight == FIXED else self.fallback.failed()
             if text is None:
                 return None
         if text is None:
             self._tight = FIXED
-            text = "a fixed policy that keeps what enters the model's blocks"
-            if how in self._short:
-                self._ran_short(how)
-        self.chooser.note(f"out of memory: {text} is tried next")
+            text = "under a fixed policy that keeps what enters the model's blocks"
+            if how != "policy":
+                self._ran_short("traced" if how == "traced" else "lean")
+        self.chooser.note(f"out of memory: the step is to run again {text}")
         return text
 
     def _ran_short(self, how: str) -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
+from torch.optim.optimizer import Optimizer
 
 from lightning_remat.engine import (
     generators,
@@ -63,13 +64,18 @@ from lightning_remat.runtime.discovery import Discovery
 from lightning_remat.runtime.from_file import FilePilot
 from lightning_remat.runtime.pilot import Pilot
 from lightning_remat.runtime.remembering import Memory
+from lightning_remat.runtime.retry import Retry, Undo
 from lightning_remat.runtime.settings import checked, table_for
+from lightning_remat.runtime.snapshot import Snapshot
+from lightning_remat.runtime.tightening import Fixed, Tightening
 from lightning_remat.runtime.tracing import TracingTape
 
 if TYPE_CHECKING:
     from lightning_remat.planning.plan import PlanResult
     from lightning_remat.reporting.plan_report import PlanReport
     from lightning_remat.reporting.report import Report
+
+T = TypeVar("T")
 
 log = logging.getLogger("lightning_remat")
 
@@ -115,7 +121,10 @@ class Remat:
             step, until every kind of op has been checked. An op that differs is kept from then on.
         margin: what ``policy="auto"`` leaves free where no budget is given: bytes, a size, or a share of the device.
         retries: how often a batch is run again when memory runs out; 0 lets the error through.
-        verify_every_n_steps: the same check as ``verify``, from the beginning, in every n-th step.
+        verify_every_n_steps: the same check as ``verify``, from the beginning, in every n-th step, so that it finds
+            what begins to differ later (until then, gradients had it in them). The steps between cost nothing. A
+            verified step needs more memory, so it waits for the next one while memory is being measured, and stops
+            where memory runs out. Where nothing is dropped (``policy="none"``) there is nothing to verify.
 
     Raises:
         ConfigurationError: an option that cannot work.
@@ -155,17 +164,21 @@ class Remat:
         }
         self._settings = checked(policy, budget, blocks, offload, verify, margin, retries, verify_every_n_steps)
         self.counters = Counters()
+        self.retry = Retry(self._settings.retries, self.counters)
+        self.fixed: Fixed | None = None
+        self.guarded = False  # whoever runs steps again that ran out of memory says so
         if self._settings.plan_path is not None:
             self._options["policy"] = os.path.abspath(self._settings.plan_path)  # for a copy in another folder
         self._policy = self._settings.policy
         self._blocks_option = blocks
         self._kept_ops: set[str] = set()
-        self.guarded = False  # whoever runs steps again that ran out of memory says so
         self._clock = Clock()
         self._tape = Tape(self._clock)
         self._modules = ModuleStack()
         self._ledger: Ledger | None = None
-        self._verifier = Verifier(self._never_again) if verify else None
+        self._verifier = Verifier(self._never_again) if verify or verify_every_n_steps is not None else None
+        self._verify_always = verify
+        self._verify_due = False
         self._binding = self._new_binding(self._policy)
         self._memory: Memory | None = None  # from a checkpoint, until a step begins with it
         self._meeting = False  # the model is to be met although there is a plan already
@@ -173,6 +186,7 @@ class Remat:
         self._blocks: list[str] = []
         self._depth = 0
         self._stack: ExitStack | None = None
+        self._resting = False  # the step that runs has no tape
         self._active: Tape | None = None
         self._steps = 0
         self._recorded = 0
@@ -235,6 +249,21 @@ class Remat:
         Steps of different sizes have plans of their own: this is the one for the largest so far.
         """
         return self._pilot.result if isinstance(self._pilot, Pilot) else None
+
+    @property
+    def measured_peak_bytes(self) -> int | None:
+        """Measured peak of a step, memory between steps included; None: not measured (yet)."""
+        if self.counters.peak_bytes is not None:
+            return self.counters.peak_bytes
+        main = self._pilot.main if isinstance(self._pilot, Pilot) else None
+        return None if main is None or main.measured is None else main.static + main.measured.peak_bytes
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The peak that a step is allowed; None: there is no budget, or it is not known yet what it comes to."""
+        if self.counters.budget_bytes is not None or self.plan is None:
+            return self.counters.budget_bytes
+        return self.plan.budget_bytes
 
     def save_plan(self, path: str | os.PathLike[str]) -> None:
         """Write the plan for the largest step so far to a JSON file, for ``policy="..."`` in another run.
@@ -332,7 +361,7 @@ class Remat:
 
     @property
     def verifier(self) -> Verifier | None:
-        """What ``verify=True`` has found so far; None without it."""
+        """What ``verify=True`` or ``verify_every_n_steps=`` has found so far; None without them."""
         return self._verifier
 
     # ------------------------------------------------------------------ the model
@@ -373,6 +402,77 @@ class Remat:
         if self._pilot is not None:
             self._pilot.close()
 
+    # ------------------------------------------------------------------ out of memory
+
+    def attempt(self, step: Callable[[], T], *changes: nn.Module | Optimizer) -> T:
+        """Run a training step of a plain loop so that running out of memory loses no batch.
+
+        Args:
+            step: forward (under this context) and backward; called again if memory runs out, after everything that it
+                changed has been put back. It may step optimizers.
+            changes: the models and optimizers that the step changes. Gradients, buffers, random streams (PyTorch's,
+                Python's, NumPy's), metrics and plain attributes of modules are put back, and what optimizers have done.
+
+        Returns:
+            What ``step`` returned.
+
+        Raises:
+            NoMemoryLeft: it does not fit, whatever is done; the models are as before the step.
+
+        Example:
+            >>> import torch
+            >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 1))
+            >>> remat = Remat()
+            >>> def step():
+            ...     with remat:
+            ...         loss = model(torch.ones(2, 4)).square().mean()
+            ...     loss.backward()
+            ...     return loss.item()
+            >>> loss = remat.attempt(step, model)
+        """
+        self.guarded = True
+        modules = [c for c in changes if isinstance(c, nn.Module)]
+        optimizers = [c for c in changes if not isinstance(c, nn.Module)]
+        return self.run(step, [Snapshot(modules, optimizers, manual=bool(optimizers))])
+
+    def run(
+        self,
+        step: Callable[[], T],
+        undo: Sequence[Undo],
+        *,
+        deferred: bool = False,
+        ours: Callable[[BaseException], bool] = lambda error: True,
+    ) -> T:
+        """What :meth:`attempt` does, for trainers; see :meth:`~lightning_remat.runtime.retry.Retry.run`."""
+        return self.retry.run(step, Tightening(self), undo, deferred=deferred, ours=ours)
+
+    @property
+    def pilot(self) -> Pilot | FilePilot | None:
+        """Who chooses the tape under ``policy="auto"`` or a plan file."""
+        return self._pilot
+
+    @property
+    def binding(self) -> Binding:
+        """The model, and where in it which policy holds."""
+        return self._binding
+
+    @property
+    def policy_in_force(self) -> Policy:
+        """What steps run under that no pilot chooses a tape for."""
+        return self._policy
+
+    def put_in_force(self, policy: Policy, binding: Binding | None = None) -> None:
+        """From the next step on another policy holds."""
+        if binding is None:
+            binding = self._new_binding(policy)
+            if self._binding.bound:
+                for root in self._binding.roots:
+                    binding.bind(root)
+        self._binding, self._policy = binding, policy
+
+    def press(self) -> None:
+        """Memory ran out: from now on, be ready for it."""
+
     # ------------------------------------------------------------------ a step
 
     def __enter__(self) -> Remat:
@@ -393,7 +493,10 @@ class Remat:
     ) -> None:
         """End it. Backward may run before or after."""
         self._depth -= 1
-        if self._depth == 0 and self._stack is not None:
+        if self._depth == 0 and self._resting:
+            self._resting = False
+            self.counters.steps += kind is None
+        elif self._depth == 0 and self._stack is not None:
             tape = self._active
             self._end()
             if self._pilot is not None:
@@ -408,6 +511,7 @@ class Remat:
     def _begin(self) -> None:
         self._clock.on_replay = None
         if self._pilot is not None and self._pilot.resting(self.guarded):
+            self._resting = True
             self._recorded = 0
             self._clock.reset()
             return
@@ -415,6 +519,7 @@ class Remat:
         self._clock.reset()
         stack = self._stack = ExitStack()
         self._active = tape
+        self._verify(tape)
         tape.recorded = 0
         regions = self._binding.regions
         if self._needs_modules:
@@ -448,26 +553,14 @@ class Remat:
             self._clock.on_replay = tape.replayed
             if not self._binding.bound:
                 self._modules.names.clear()  # it may be another model
-        elif tape is None:
-            self._change_policy(pilot.policy(has_borders))
-        if tape is not None and self._verifier is not None:
-            self._verifier.attach(tape)
+        elif tape is None and pilot.policy(has_borders) is not self._policy:
+            self.put_in_force(pilot.policy(has_borders))
         return tape
 
     def _only_met(self, root: nn.Module) -> list[Any]:
         """A root is met under a plan, where blocks are not watched."""
         self._binding.met(root)
         return []
-
-    def _change_policy(self, policy: Policy) -> None:
-        """Another fixed policy from this step on."""
-        if policy is self._policy:
-            return
-        before, self._policy = self._binding, policy
-        self._binding = self._new_binding(policy)
-        if before.bound:
-            for root in before.roots:
-                self._binding.bind(root)
 
     @property
     def _needs_modules(self) -> bool:
@@ -483,15 +576,41 @@ class Remat:
         else:
             tape = self._tape
             self._clock.on_replay = None
-        if self._verifier is not None:
-            self._verifier.attach(tape)
         return tape
+
+    def _verify(self, tape: Tape) -> None:
+        """Let the verifier look at this step, if that is to be."""
+        verifier, every = self._verifier, self._settings.verify_every_n_steps
+        if verifier is None:
+            return
+        if every is not None:
+            watched = isinstance(self._pilot, Pilot) and self._pilot.watching
+            due = (self.counters.steps + 1) % every == 0
+            # Verification takes memory of its own, which is not to be counted as the plan's: rather the next step, but
+            # not for ever.
+            now = due and self._verify_due if watched else due or self._verify_due
+            self._verify_due = (due or self._verify_due) and not now
+            if now:
+                verifier.begin_anew()
+            elif not self._verify_always:
+                return
+        verifier.attach(tape)
+
+    def _verified(self) -> None:
+        """Take the verifier away, and its results into the counters."""
+        verifier = self._verifier
+        if verifier is None:
+            return
+        self.counters.verified, self.counters.verified_different = verifier.compared, verifier.differed
+        if not self._verify_always:
+            verifier.detach()
 
     def _end(self) -> None:
         stack, self._stack = self._stack, None
         if self._active is not None:
             self._recorded = self._active.recorded
             self._active = None
+            self._verified()
         if stack is not None:
             stack.close()
 
@@ -504,6 +623,7 @@ class Remat:
             return
         self._steps += 1
         meeting, self._meeting = self._meeting, False
+        self.counters.steps += 1
         if isinstance(tape, PlannedTape) and (self._binding.final or not meeting):
             return  # a plan needs no blocks, and none were looked for
         self._binding.final = True  # whatever there was to meet has been met

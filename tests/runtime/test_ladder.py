@@ -117,7 +117,7 @@ def test_back_after_a_failure() -> None:
         usual(loop, batch(16))
     assert remat.policy == "every:2"
     loop.loss(batch(16))
-    assert pilot.tighten(1000) == "policy 'full'"
+    assert pilot.tighten(1000) == "under policy 'full'"
     for _ in range(3 * GOOD):
         usual(loop, batch(16))
         assert remat.policy == "auto"  # lean, as full is

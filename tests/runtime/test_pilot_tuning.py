@@ -76,7 +76,7 @@ def test_usually_one_measured_step_is_all(monkeypatch: pytest.MonkeyPatch) -> No
     ids=["more", "an offset", "less", "a jump"],
 )
 def test_where_predictions_do_not_hold(what: Callable[[int], int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a few steps the plan fits by measure, and uses most of the room; results are the same throughout."""
+    """After a few steps the plan fits by measure; results are the same throughout."""
     distorted(monkeypatch, what)
     remat = Remat(budget=LESS)
     assert_same_training(net, [batch(MANY)] * 12, remat=remat)
@@ -84,7 +84,6 @@ def test_where_predictions_do_not_hold(what: Callable[[int], int], monkeypatch: 
     assert known.tuner.settled
     assert known.measured is not None
     assert known.static + known.measured.peak_bytes <= LESS
-    assert known.static + known.measured.peak_bytes > 0.8 * LESS
     assert len(known.tuner.trials) <= 6
     assert any("measured peak" in note for note in remat.counters.notes)
 
@@ -197,6 +196,7 @@ def test_from_the_fifth_step_on_there_is_no_tape(budget: Any, monkeypatch: pytes
     assert_same_training(net, [batch(MANY)] * 9, step, remat=remat)
     assert off == [False] * 4 + [True] * 5
     assert len(entered) == 3
+    assert remat.counters.steps == 9
     assert remat.stats.recorded_ops == remat.stats.replayed_ops == 0
     assert optimizers._global_optimizer_pre_hooks == hooks
     assert remat.counters.notes[-1] == "everything can be kept: steps run without the tape"
@@ -312,9 +312,10 @@ def again(remat: Remat, loop: Loop, fail_at: dict[int, int], x: Tensor, words: l
 
 
 @infeasible
-@pytest.mark.parametrize("times", [1, 2])
-@pytest.mark.parametrize("at", [1, 2, 4, 8])
-@pytest.mark.parametrize("budget", [PLENTY, LESS, NOTHING])
+@pytest.mark.parametrize(
+    ("budget", "at", "times"),
+    [(PLENTY, 1, 2), (PLENTY, 2, 1), (PLENTY, 8, 2), (LESS, 1, 1), (LESS, 2, 2), (LESS, 8, 1), (NOTHING, 4, 1)],
+)
 def test_less_and_less_and_then_as_before(budget: Any, at: int, times: int) -> None:
     """Traced, measured, by plan, or without the tape: the step is tried again with less, and the next has a plan."""
     remat = Remat(budget=budget)

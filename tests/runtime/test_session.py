@@ -1,6 +1,7 @@
 """Remat in a plain loop: meeting the model, budgets, warnings."""
 
 import logging
+import warnings
 
 import pytest
 import torch
@@ -195,3 +196,25 @@ def test_blocks_by_class_that_a_loop_calls_one_by_one() -> None:
     loss.backward()
     assert remat.blocks == ["Sequential"] * 3
     assert remat.stats.replayed_ops > 0
+
+
+def test_verification_waits_while_memory_is_measured() -> None:
+    """It takes memory of its own, which would be counted as the plan's; it comes in the next step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
+    remat = Remat(policy="auto", budget=1, verify_every_n_steps=3)
+    x, watched, verified = torch.linspace(-1, 1, 256 * 8).reshape(256, 8), [], []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "policy='auto': budget=.* is not feasible")
+        for _ in range(9):
+            with remat:
+                watched.append(remat._pilot.watching)  # type: ignore[union-attr]
+                verified.append(remat.verifier in remat._active.observers)  # type: ignore[union-attr]
+                loss = model(x).square().mean()
+            loss.backward()
+            model.zero_grad(set_to_none=True)
+    assert watched[0]
+    assert not any(w and v for w, v in zip(watched, verified, strict=True))
+    assert sum(verified) == 3
+    assert remat.counters.verified > 0
+    assert remat.counters.verified_different == 0

@@ -1,0 +1,116 @@
+"""Several processes, each with a replica: what of a failed step can be made right by one of them alone.
+
+As long as a process has started no collective since its own part of the step began, the others wait for it, or are not
+that far; it can undo and run its part again, and nobody notices but by the clock. After that its part in a sum may be
+gone already, and nothing can be made right.
+
+PyTorch's DistributedDataParallel has to be told: its reducer counts the gradients that are ready, and a second backward
+would be one too many; its buffers have been broadcast, and must not be again. (``reducer._reset_state`` exists for
+training that survives the loss of a process.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+_KEY = "lightning_remat/out_of_memory"
+
+
+class Replica:
+    """A DistributedDataParallel wrapper, as something that a step changes: a part of what is undone.
+
+    Args:
+        model: the wrapper.
+    """
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self.model = model
+        self._sequences: dict[int, int] = {}
+        self._used: torch.Tensor | None = None
+        self._rebuilt_here = False  # the reducer was reset after all processes had arranged their buckets
+        self._synchronised: bool | None = None
+        self._reduced = False  # a whole step with reduction has been seen
+
+    def before_forward(self) -> None:
+        """The wrapper's forward is about to begin, for the first time or again."""
+        if self._rebuilt_here:
+            # A reducer that was reset wants to arrange its buckets anew, together with the others, who know nothing.
+            self._reset()
+
+    def take(self) -> None:
+        """The wrapper has done what it does before forward."""
+        self._sequences = _sequences()
+        reducer: Any = self.model.reducer
+        self._used = reducer._get_local_used_map().clone() if self.model.find_unused_parameters else None
+
+    def why_not(self) -> str | None:
+        """A collective has been started, or the graph of the first step was to be noted."""
+        if _sequences() != self._sequences:
+            return "communication with the other processes had begun, and what this one has sent cannot be taken back"
+        if self.model.static_graph and not self._reduced:
+            return "static_graph=True notes the graph of the first step, which cannot be done twice"
+        return None
+
+    def restore(self) -> None:
+        """Make it ready for another forward of the same batch."""
+        model = self.model
+        if model._has_rebuilt_buckets and not model.find_unused_parameters:
+            self._rebuilt_here = True
+        self._reset()
+        if self._synchronised is None:
+            self._synchronised = model.broadcast_buffers
+            model.broadcast_buffers = False  # they have been; the others do not expect it again
+
+    def release(self) -> None:
+        """The step is over."""
+        self._reduced = self._reduced or bool(self.model.require_backward_grad_sync)
+        if self._synchronised is not None:
+            self.model.broadcast_buffers = self._synchronised
+            self._synchronised = None
+
+    def _reset(self) -> None:
+        reducer: Any = self.model.reducer
+        reducer._reset_state()
+        if self._used is not None:
+            reducer._get_local_used_map().copy_(self._used)
+
+
+def _sequences() -> dict[int, int]:
+    """How many collectives this process has started in each group that counts them."""
+    found: dict[int, int] = {}
+    groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
+    for number, group in enumerate(groups):
+        try:
+            found[number] = group._get_sequence_number_for_group()
+        except RuntimeError:  # a backend that does not count
+            continue
+    return found
+
+
+def is_distributed() -> bool:
+    """Whether there are other processes."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def tell_others(text: str) -> None:
+    """Leave word for the other processes, whose collectives are about to fail."""
+    if is_distributed():
+        try:
+            dist.distributed_c10d._get_default_store().set(_KEY, f"rank {dist.get_rank()}: {text}")
+        except RuntimeError:  # the store is gone, and with it everybody who could have read it
+            return
+
+
+def word_from_others() -> str | None:
+    """What another process has left word of, if any has."""
+    if not is_distributed():
+        return None
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        return store.get(_KEY).decode() if store.check([_KEY]) else None
+    except RuntimeError:
+        return None

@@ -1,0 +1,176 @@
+"""Running a step again that memory ran out in: undo, tighten, once more. No batch is lost, and none is trained twice.
+
+An op that cannot be run again by itself (:mod:`~lightning_remat.engine.eviction` does what it can) fails its step. Then
+everything that the step had changed is put back, the next try needs less memory, and the same batch is run again. The
+number of tries is bounded; when the tightest way fails too, one error says what was needed and what there was.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from lightning_remat.engine.out_of_memory import bytes_asked, is_out_of_memory
+from lightning_remat.errors import NoMemoryLeft
+from lightning_remat.runtime.counters import Counters
+from lightning_remat.sizes import format_bytes
+
+log = logging.getLogger("lightning_remat")
+
+T = TypeVar("T")
+
+
+class Undo(Protocol):
+    """Something that a step changes."""
+
+    def take(self) -> None:
+        """Note what it is before the step."""
+
+    def why_not(self) -> str | None:
+        """Why it cannot be put back, as the end of a sentence; None: it can."""
+
+    def restore(self) -> None:
+        """Put it back; may be called several times."""
+
+    def release(self) -> None:
+        """The step went well: forget what was noted."""
+
+
+class Way(Protocol):
+    """What whoever runs steps can do about memory."""
+
+    def tighten(self, asked: int | None) -> str | None:
+        """Make the next try need less.
+
+        Args:
+            asked: bytes that could not be had; None: not known.
+
+        Returns:
+            What is tried next, in words; None: there is nothing left to try.
+        """
+
+    def settled(self) -> None:
+        """A step that had to be run again has gone well."""
+
+    def give_up(self, error: BaseException, tries: int, why: str | None) -> NoMemoryLeft:
+        """The error to raise in the end; ``why`` says why the step cannot be run again, if it is not for memory."""
+
+
+class Retry:
+    """Runs steps.
+
+    Args:
+        retries: how often a step is run again; 0: never.
+        counters: where it is counted.
+    """
+
+    def __init__(self, retries: int, counters: Counters) -> None:
+        self.retries = retries
+        self.counters = counters
+        self._undo: Sequence[Undo] = ()
+        self._running = False
+        self._taken = False
+
+    def take(self) -> None:
+        """Note the present state as the one to come back to; for steps that begin with something that is not theirs."""
+        if self._running and not self._taken:
+            for part in self._undo:
+                part.take()
+            self._taken = True
+
+    def run(
+        self,
+        step: Callable[[], T],
+        way: Way,
+        undo: Sequence[Undo] = (),
+        *,
+        deferred: bool = False,
+        ours: Callable[[BaseException], bool] = lambda error: True,
+    ) -> T:
+        """Run ``step``, again where need be.
+
+        Args:
+            step: forward and backward.
+            way: of needing less.
+            undo: all that it changes.
+            deferred: it calls :meth:`take` itself, when what is not to be repeated has been done.
+            ours: whether an out-of-memory error comes from something that may be run again.
+
+        Raises:
+            NoMemoryLeft: it does not fit, whatever is done, or cannot be undone; what could be put back was.
+        """
+        if self._running or not self.retries:
+            return step()
+        self._running, self._taken = True, False
+        self._undo = undo
+        try:
+            if not deferred:
+                self.take()
+            return self._until_it_fits(step, way, ours)
+        finally:
+            for part in undo:
+                part.release()
+            self._undo = ()
+            self._running = False
+
+    def _until_it_fits(self, step: Callable[[], T], way: Way, ours: Callable[[BaseException], bool]) -> T:
+        tries = 0
+        while True:
+            asked: int | None
+            try:
+                result = step()
+            except Exception as error:
+                if isinstance(error, NoMemoryLeft) or not is_out_of_memory(error) or not ours(error):
+                    raise
+                self.counters.out_of_memory += 1
+                tries += 1
+                asked = bytes_asked(error)
+                next_try = way.tighten(asked) if self._taken and tries <= self.retries else None
+                if next_try is None:
+                    why = self._restore() if self._taken else "memory ran out before the step itself had begun"
+                    raise way.give_up(error, tries, why) from error
+                said = str(error)
+                # What is left of it holds the step's tensors: nothing is undone before it has gone.
+            else:
+                if tries:
+                    way.settled()
+                return result
+            collect()
+            why = self._restore()
+            if why is not None:
+                raise way.give_up(torch.OutOfMemoryError(said), tries, why) from None
+            self.counters.retries += 1
+            self.counters.retried_batches += tries == 1
+            wanted = f" ({format_bytes(asked)} could not be had)" if asked else ""
+            log.warning("out of memory in a training step%s: the same batch is run again, %s.", wanted, next_try)
+
+    def _restore(self) -> str | None:
+        """Leave things as they were before the step; why that cannot be, and then nothing is changed."""
+        reasons = (part.why_not() for part in self._undo)
+        why = next((reason for reason in reasons if reason is not None), None)
+        if why is None:
+            for part in self._undo:
+                part.restore()
+        return why
+
+
+def collect() -> None:
+    """Free what a failed step has left behind."""
+    gc.collect()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
+        torch.cuda.empty_cache()
+
+
+def comes_through(error: BaseException, function: str, module: str) -> bool:
+    """Whether an exception passed through a function of this name, in a module whose name ends like this."""
+    trace: Any = error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        if frame.f_code.co_name == function and str(frame.f_globals.get("__name__", "")).endswith(module):
+            return True
+        trace = trace.tb_next
+    return False

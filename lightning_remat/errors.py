@@ -12,6 +12,7 @@ RematError
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -56,6 +57,7 @@ class NoMemoryLeft(RematError, torch.OutOfMemoryError):
         free_bytes: what this process could still have; None: unknown.
         held: what holds memory, by name, in bytes.
         tries: what was tried, in words and in order.
+        irreversible: why the step could not be run again, where that ended it; None: it did not fit.
     """
 
     def __init__(
@@ -65,18 +67,18 @@ class NoMemoryLeft(RematError, torch.OutOfMemoryError):
         free_bytes: int | None = None,
         held: Mapping[str, int] | None = None,
         tries: Sequence[str] = (),
+        irreversible: str | None = None,
     ) -> None:
         super().__init__(message)
         self.asked_bytes = asked_bytes
         self.free_bytes = free_bytes
         self.held = dict(held or {})
         self.tries = tuple(tries)
+        self.irreversible = irreversible
 
-    def __reduce__(
-        self,
-    ) -> tuple[type[NoMemoryLeft], tuple[str, int | None, int | None, dict[str, int], tuple[str, ...]]]:
+    def __reduce__(self) -> tuple[type[NoMemoryLeft], tuple[Any, ...]]:
         """With its figures: errors travel between processes."""
-        return type(self), (str(self), self.asked_bytes, self.free_bytes, self.held, self.tries)
+        return type(self), (str(self), self.asked_bytes, self.free_bytes, self.held, self.tries, self.irreversible)
 
 
 class ReplayError(RematError, RuntimeError):

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_remat.engine.out_of_memory import is_out_of_memory
-from lightning_remat.errors import NoMemoryLeft
+from lightning_remat.errors import ConfigurationError, NoMemoryLeft
 from lightning_remat.integrations.loop_state import LoopState
 from lightning_remat.integrations.ranks import Replica, is_distributed, tell_others, word_from_others
 from lightning_remat.runtime.exhausted import note_outside, with_note
@@ -109,8 +110,20 @@ class Guard:
         try:
             return self.remat.run(step, self._parts(manual), deferred=deferred, ours=_is_ours)
         except NoMemoryLeft as error:
+            if error.irreversible is not None:
+                self._help_to_restart(error)
             tell_others(str(error))
             raise
+
+    def _help_to_restart(self, error: NoMemoryLeft) -> None:
+        """Save the plan that needs least, so that training can go on from its last checkpoint under it."""
+        trainer = self._trainer
+        path = Path(trainer.default_root_dir) / f"remat-tightest-plan-{trainer.global_rank}.json"
+        try:
+            self.remat.save_tightened_plan(path)
+        except (ConfigurationError, OSError):  # no step has been traced, or there is no place for a file
+            return
+        with_note(error, f"lightning-remat: the plan that needs least was saved; restart with policy={str(path)!r}.")
 
     def _parts(self, manual: bool) -> list[Undo]:
         if not self._undo:

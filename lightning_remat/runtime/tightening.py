@@ -90,6 +90,7 @@ class Tightening:
                 "or policy='full'. No batch was skipped: training stops at this one.",
                 asked_bytes=bytes_asked(error),
                 tries=self._tried,
+                irreversible=why,
             )
         roots = remat.binding.roots
         device = device_of(roots)

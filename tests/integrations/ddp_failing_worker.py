@@ -123,7 +123,7 @@ def data() -> Any:
     return torch.utils.data.DataLoader(batches[RANK * 4 : RANK * 4 + 4], batch_size=None)  # type: ignore[arg-type]
 
 
-def run(scenario: Scenario, strategy: Any, failures: tuple[tuple[int, int, str], ...]) -> Any:
+def run(scenario: Scenario, strategy: Any, failures: tuple[tuple[int, int, str], ...], **options: Any) -> Any:
     FAILED.clear()
     return train(
         lambda: Lit(scenario.net(failures), regression),
@@ -132,6 +132,7 @@ def run(scenario: Scenario, strategy: Any, failures: tuple[tuple[int, int, str],
         devices=2,
         use_distributed_sampler=False,
         **scenario.options,
+        **options,
     )
 
 
@@ -151,7 +152,8 @@ def main(folder: Path, last: str | None) -> None:
     torch.set_num_threads(1)
     if last is not None:
         try:
-            run(ENDS[last], RematStrategy(base="ddp", **ENDS[last].strategy), ENDS[last].failures)
+            strategy = RematStrategy(base="ddp", **ENDS[last].strategy)
+            run(ENDS[last], strategy, ENDS[last].failures, default_root_dir=str(folder))
             text = "no error"
         except RuntimeError as error:
             text = "\n".join([type(error).__name__, str(error), *getattr(error, "__notes__", ())])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from lightning_remat import Remat
 from tests.integrations.ddp_failing_worker import ENDS, SCENARIOS
 from tests.integrations.test_ddp import ROOT, finish, free_port, start
 
@@ -56,3 +57,7 @@ def test_what_cannot_be_made_right_ends_on_both(tmp_path: Path, name: str) -> No
     assert REASONS[name] in failed
     assert "another process has ended, since it was out of memory" in other
     assert REASONS[name] in other
+    plan = tmp_path / "remat-tightest-plan-1.json"
+    if "first step" not in name:
+        assert f"restart with policy={str(plan)!r}" in failed
+        assert Remat(policy=str(plan)).summary

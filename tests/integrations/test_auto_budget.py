@@ -163,7 +163,7 @@ def test_lightnings_own_profiler(scheduled: bool, tmp_path: Path) -> None:
 
 
 def test_training_is_resumed_in_every_bit(tmp_path: Path) -> None:
-    """Plans are not part of a checkpoint: the second half is traced anew."""
+    """Plans go into the checkpoint, beside what is there plainly."""
 
     def whole(budget: Any) -> Any:
         module, path = None, None
@@ -182,7 +182,7 @@ def test_training_is_resumed_in_every_bit(tmp_path: Path) -> None:
     plain, ours = whole(None), whole(SCARCE)
     for key in ("state_dict", "optimizer_states", "global_step"):
         assert difference_in_bits(plain[key], ours[key], key) == []
-    assert set(plain) == set(ours)
+    assert set(plain) == set(ours) - {"lightning_remat"}
 
 
 def test_fit_again_with_the_same_trainer() -> None:

@@ -10,6 +10,9 @@ from tests.helpers.bits import difference_in_bits
 from tests.integrations.chaos import SCENARIOS, compared, train
 from tests.integrations.faults import Faults, may_allocate
 
+# Far more failures than a training should have, which it rightly says.
+pytestmark = pytest.mark.filterwarnings("ignore:Memory ran out again and again")
+
 STEPS = 20
 SEEDS = {name: i for i, name in enumerate(SCENARIOS)}
 

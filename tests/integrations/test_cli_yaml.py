@@ -115,7 +115,7 @@ def test_overrides_on_the_command_line(tmp_path: Path) -> None:
     assert remat._options["margin"] == 1000
     remat = remat_of(run("--config", file, f"{prefix}budget=null", prefix + 'policy={"net.layers.*": "full"}'))
     assert remat.blocks == ["net.layers.0", "net.layers.1", "net.layers.2"]
-    assert remat_of(run("--config", file, "--trainer.strategy=remat")).policy == "selective"
+    assert remat_of(run("--config", file, "--trainer.strategy=remat")).policy == "auto"
 
 
 def test_the_command_line_alone(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_plan_file(tmp_path: Path) -> None:
 
 
 def test_the_name_alone(tmp_path: Path) -> None:
-    assert remat_of(run("--config", written(tmp_path, strategy="remat"))).policy == "selective"
+    assert remat_of(run("--config", written(tmp_path, strategy="remat"))).policy == "auto"
 
 
 def test_another_base_and_what_it_takes(tmp_path: Path) -> None:

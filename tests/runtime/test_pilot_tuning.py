@@ -85,7 +85,6 @@ def test_where_predictions_do_not_hold(what: Callable[[int], int], monkeypatch: 
     assert known.measured is not None
     assert known.static + known.measured.peak_bytes <= LESS
     assert len(known.tuner.trials) <= 6
-    assert any("measured peak" in note for note in remat.counters.notes)
 
 
 @infeasible

@@ -176,7 +176,14 @@ class Chooser:
             tuner.learn(known.target, chosen.peak_bytes, peak, least, most=known.keeps_all)
             if tuner.settled:
                 self.note(f"measured peak {format_bytes(known.static + peak)}. {tuner.why}")
-                if tuner.best is None:
+                if tuner.best is None and tuner.reserve:
+                    self._warn(
+                        "short",
+                        "memory runs out although the plan with the smallest peak is followed, which took "
+                        f"{format_bytes(known.static + peak)} of a budget of {format_bytes(result.budget_bytes)}: "
+                        "somebody else takes what there is. Training goes on under that plan.",
+                    )
+                elif tuner.best is None:
                     self._warn(
                         "budget",
                         f"budget={format_bytes(result.budget_bytes)} is not feasible: no plan was measured to fit, and "

@@ -11,7 +11,10 @@ from tests.integrations.chaos import SCENARIOS, compared, train
 from tests.integrations.faults import Faults, may_allocate
 
 # Far more failures than a training should have, which it rightly says.
-pytestmark = pytest.mark.filterwarnings("ignore:Memory ran out again and again")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Memory ran out again and again"),
+    pytest.mark.filterwarnings("ignore:policy='auto'. memory runs out although"),
+]
 
 STEPS = 20
 SEEDS = {name: i for i, name in enumerate(SCENARIOS)}

@@ -2,18 +2,16 @@
 
     python tests/benchmarks/overhead.py --json overhead.json
 
-Trainers run in one process, a thread for each, of which one runs at a time: after a few batches a trainer hands over
-to the next, so that what disturbs one disturbs all. The figures are processor times of batches, from Lightning's first
-hook around a batch to its last, medians over all batches from the fifth on that are not the first of a turn. Ratios are
-medians, too, of batches of the same number, which ran close to each other. A second plain trainer among them says how
-much of a difference is chance.
+One trainer, whose strategy is a plain one for a few batches and a remat strategy for the next few, in turns: so both
+have the same thread, the same memory and the same disturbances, which differ by more between two trainers than what is
+measured here. The figures are processor times of batches, from Lightning's first hook around a batch to its last,
+medians over all batches from the fifth on that are not the first of a turn.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,12 +20,13 @@ import torch
 import torch.nn.functional as F
 import typer
 from fits import Batches, Lit, loader, trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from models import GPT, Shape, environment, tokens_for
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from lightning_remat import RematStrategy
+from lightning_remat.integrations.strategy import strategy_class
 
 SETTLED = 5
 """The first step that counts; those before may be traced and measured."""
@@ -63,8 +62,37 @@ class ResNet(nn.Module):
         return F.cross_entropy(self.head(self.blocks(self.stem(pictures)).mean((2, 3))), labels)
 
 
+class Alternating(strategy_class(SingleDeviceStrategy)):  # type: ignore[misc]  # made at run time
+    """A remat strategy that can be switched off, hook by hook."""
+
+    plain = False
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """One of the two."""
+        return (
+            SingleDeviceStrategy.training_step(self, *args, **kwargs)
+            if self.plain
+            else super().training_step(*args, **kwargs)
+        )
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """One of the two."""
+        if self.plain:
+            SingleDeviceStrategy.on_train_batch_start(self, batch, batch_idx)
+        else:
+            super().on_train_batch_start(batch, batch_idx)
+
+    def switch(self, plain: bool) -> None:
+        """Be a plain strategy, or a remat strategy again."""
+        trainer, self.plain = self.lightning_module.trainer, plain
+        if plain:
+            self._guard.remove()
+        elif "_make_closure" not in vars(trainer.fit_loop.epoch_loop.automatic_optimization):
+            self._guard.install(trainer)
+
+
 class Turns(Batches):
-    """Hands over to the next trainer after a few batches, and waits for its turn.
+    """Switches the strategy after every few batches.
 
     Args:
         batches: in a turn.
@@ -73,97 +101,40 @@ class Turns(Batches):
     def __init__(self, batches: int) -> None:
         super().__init__()
         self.batches = batches
-        self.mine = threading.Semaphore(0)
-        self.next: Turns | None = None
-        self.over = False
-        self.first_of_turn: set[int] = set()
+        self.plain: list[bool] = []
 
-    def on_train_batch_start(self, *args: Any) -> None:
-        """Wait, if a turn is over."""
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        """Before the first batch of a turn, and of the first ones, which count for nobody."""
         at = len(self.seconds)
-        if at % self.batches == 0:
-            self.first_of_turn.add(at)
-            if at:
-                self.hand_over()
-                self.mine.acquire()
-        super().on_train_batch_start(*args)
+        trainer.strategy.switch(at >= SETTLED and (at - SETTLED) // self.batches % 2 == 1)
+        self.plain.append(trainer.strategy.plain)
+        super().on_train_batch_start(trainer, *args)
 
-    def hand_over(self) -> None:
-        """To the next one that has not ended; that may be this one."""
-        other = self.next
-        while other is not None and other.over and other is not self:
-            other = other.next
-        if other is not None:
-            other.mine.release()
-
-    def counted(self) -> list[float]:
-        """Seconds of the batches that count."""
-        return [s for i, s in enumerate(self.seconds) if i + 1 >= SETTLED and i not in self.first_of_turn]
-
-
-def in_turns(jobs: dict[str, Callable[[Turns], object]], batches: int) -> dict[str, list[float]]:
-    """Run all jobs, one at a time and a turn each; returns the seconds of batches that count.
-
-    The last job gets the main thread, which PyTorch's profiler wants for itself.
-
-    Raises:
-        RuntimeError: a job failed.
-    """
-    turns = {name: Turns(batches) for name in jobs}
-    for one, other in zip(turns.values(), [*turns.values()][1:] + [*turns.values()][:1], strict=True):
-        one.next = other
-    failures: list[BaseException] = []
-
-    def run(name: str) -> None:
-        turn = turns[name]
-        turn.mine.acquire()
-        try:
-            torch.set_num_threads(1)  # a setting of each thread
-            jobs[name](turn)
-        except BaseException as error:
-            failures.append(error)
-        finally:
-            turn.over = True
-            turn.hand_over()
-
-    *others, last = jobs
-    threads = [threading.Thread(target=run, args=(name,)) for name in others]
-    for thread in threads:
-        thread.start()
-    next(iter(turns.values())).mine.release()
-    run(last)
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise RuntimeError("a training failed") from failures[0]
-    return {name: turn.counted() for name, turn in turns.items()}
+    def counted(self, plain: bool) -> list[float]:
+        """Seconds of the batches of one kind that count."""
+        return [
+            s
+            for i, s in enumerate(self.seconds)
+            if i >= SETTLED and (i - SETTLED) % self.batches and self.plain[i] is plain
+        ]
 
 
 def compare(make: Callable[[], nn.Module], batch: Any, steps: int, in_a_row: int, budget: str | None) -> dict[str, Any]:
-    """Median seconds of a batch under each strategy, and their ratios."""
-
-    def job(strategy: Callable[[], Any]) -> Callable[[Turns], object]:
-        def run(turns: Turns) -> None:
-            torch.manual_seed(0)
-            trainer(strategy(), [turns], max_epochs=1).fit(Lit(make()), loader([batch] * steps))
-
-        return run
-
-    ours = job(lambda: "remat" if budget is None else RematStrategy(budget=budget))
-    jobs = {"plain again": job(lambda: "auto"), "plain": job(lambda: "auto"), "ours": ours}
-    found = in_turns(jobs, in_a_row)
-    seconds = {name: statistics.median(times) for name, times in found.items()}
+    """Median seconds of a batch of each kind, and their ratio."""
+    turns = Turns(in_a_row)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    strategy = Alternating(SingleDeviceStrategy, budget=budget, device="cpu")
+    trainer(strategy, [turns], max_epochs=1).fit(Lit(make()), loader([batch] * steps))
+    ours, plain = turns.counted(False), turns.counted(True)
+    halves = statistics.median(plain[::2]) / statistics.median(plain[1::2])
     return {
-        "seconds": seconds,
-        "steps": min(map(len, found.values())),
-        "ratio": median_ratio(found["ours"], found["plain"]),
-        "chance": median_ratio(found["plain again"], found["plain"]),
+        "seconds": {"plain": statistics.median(plain), "ours": statistics.median(ours)},
+        "steps": min(len(ours), len(plain)),
+        "ratio": statistics.median(ours) / statistics.median(plain),
+        "chance": halves,
+        "at_rest": bool(strategy.remat.pilot.off),
     }
-
-
-def median_ratio(these: list[float], those: list[float]) -> float:
-    """Of batches of the same number."""
-    return statistics.median(a / b for a, b in zip(these, those, strict=True))
 
 
 def table(results: dict[str, dict[str, Any]]) -> Table:
@@ -171,10 +142,10 @@ def table(results: dict[str, dict[str, Any]]) -> Table:
     out = Table(
         title='A step where everything fits, strategy="remat" and strategy="auto"',
         title_justify="left",
-        caption=f"processor time of a batch from the {SETTLED}th on, medians, in turns in one process",
+        caption=f"processor time of a batch from the {SETTLED}th on, medians, in turns",
         caption_justify="left",
     )
-    for header in ("model", "batches", "auto,\nms", "remat,\nms", "remat\nof auto", "auto again\nof auto"):
+    for header in ("model", "batches", "auto,\nms", "remat,\nms", "remat\nof auto", "auto, odd batches\nof even"):
         out.add_column(header, justify="left" if header == "model" else "right")
     for name, row in results.items():
         seconds = row["seconds"]

@@ -138,13 +138,13 @@ def test_lengths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_overhead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Three trainings take turns to their ends, and as many batches of each count."""
-    written = run(monkeypatch, "overhead.py", tmp_path, "--steps", "9", "--in-a-row", "2")
+    """A training is plain and ours in turns, and as many batches of each count."""
+    written = run(monkeypatch, "overhead.py", tmp_path, "--steps", "13", "--in-a-row", "2")
 
     for row in written["results"].values():
-        # Of nine, the 6th and the 8th: the first four do not count, neither do the first of turns of two.
-        assert row["steps"] == 2
+        assert row["steps"] == 2  # of four turns with two batches each, the second
         assert row["ratio"] > 0
+        assert row["at_rest"]
 
 
 def test_the_allocator_that_is_made_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,14 +166,14 @@ def main(
     budget: Annotated[str | None, typer.Option(help="For ours, instead of none.")] = None,
     blocks: Annotated[int, typer.Option(min=1)] = 4,
     width: Annotated[int, typer.Option(min=8, help="A multiple of 8, the number of heads.")] = 128,
-    context: Annotated[int, typer.Option(min=1)] = 128,
+    context: Annotated[int, typer.Option(min=1)] = 256,
     batch: Annotated[int, typer.Option(min=1)] = 4,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here as well.")] = None,
 ) -> None:
     """Compare the time of steps that need no recomputation."""
     torch.manual_seed(0)
     shape = Shape(blocks=blocks, width=width, context=context, batch=batch)
-    pictures = (torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,)))
+    pictures = (torch.randn(4 * batch, 3, 32, 32), torch.randint(10, (4 * batch,)))
     results = {
         "GPT": compare(lambda: GPT(shape), tokens_for(shape), steps, in_a_row, budget),
         "ResNet": compare(lambda: ResNet(width // 4, blocks), pictures, steps, in_a_row, budget),

@@ -43,7 +43,24 @@ def rows(output: str, *policies: str) -> dict[str, str]:
 def test_every_script_is_tested() -> None:
     """A new example gets a test here; the rest are modules that the examples import."""
     scripts = {path.name for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text()}
-    assert scripts == {"byte_budget.py", "demo_gpt.py", "plain_pytorch.py", "lightning_selective.py"}
+    assert scripts == {
+        "byte_budget.py",
+        "demo_gpt.py",
+        "plain_pytorch.py",
+        "lightning_selective.py",
+        "out_of_memory.py",
+    }
+
+
+def test_out_of_memory_is_got_through(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Under a real limit plain training fails, and ours ends in the weights of training without a limit."""
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
+    assert run(monkeypatch, "out_of_memory.py") == 0
+    free, plain, ours, same = capfd.readouterr().out.splitlines()
+    assert "weights" in free
+    assert "can't allocate memory" in plain
+    assert "weights" in ours
+    assert same == "same weights: True"
 
 
 def test_demo_compares_policies_and_finds_no_difference(

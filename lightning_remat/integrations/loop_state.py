@@ -66,7 +66,7 @@ class LoopState:
         """Why :meth:`restore` would refuse, or None."""
         return None if self._metrics is None else self._metrics.why_not()
 
-    def restore(self, *, last: bool = False) -> None:
+    def restore(self, *, leave: frozenset[str] = frozenset()) -> None:
         """Put everything back; can be repeated after each try.
 
         Raises:

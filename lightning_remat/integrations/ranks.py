@@ -55,7 +55,7 @@ class Replica:
             return "static_graph=True notes the graph of the first step, which cannot be done twice"
         return None
 
-    def restore(self, *, last: bool = False) -> None:
+    def restore(self, *, leave: frozenset[str] = frozenset()) -> None:
         """Make it ready for another forward of the same batch."""
         model = self.model
         if model._has_rebuilt_buckets and not model.find_unused_parameters:

@@ -7,6 +7,7 @@ number of tries is bounded; when the tightest way fails too, one error says what
 
 from __future__ import annotations
 
+import dis
 import gc
 import logging
 from collections.abc import Callable, Sequence
@@ -33,11 +34,11 @@ class Undo(Protocol):
     def why_not(self) -> str | None:
         """Why it cannot be put back, as the end of a sentence; None: it can."""
 
-    def restore(self, *, last: bool = False) -> None:
+    def restore(self, *, leave: frozenset[str] = frozenset()) -> None:
         """Put it back; may be called several times.
 
         Args:
-            last: the try that comes is the last one.
+            leave: names of switches (attributes of modules) that stay as the failed try has set them.
         """
 
     def release(self) -> None:
@@ -138,13 +139,15 @@ class Retry:
                     raise way.give_up(error, tries, why) from error
                 next_try, tighter = way.tighten(asked)
                 said = str(error)
+                last = tries == self.retries and not tighter
+                leave = switched_before_raising(error) if last else frozenset()
                 # What is left of it holds the step's tensors: nothing is undone before it has gone.
             else:
                 if tries:
                     way.settled()
                 return result
             collect()
-            why = self._restore(last=tries == self.retries and not tighter)
+            why = self._restore(leave)
             if why is not None:
                 raise way.give_up(torch.OutOfMemoryError(said), tries, why) from None
             self.counters.retries += 1
@@ -152,13 +155,13 @@ class Retry:
             wanted = f" ({format_bytes(asked)} could not be had)" if asked else ""
             log.warning("out of memory in a training step%s: the same batch is run again, %s.", wanted, next_try)
 
-    def _restore(self, last: bool = False) -> str | None:
+    def _restore(self, leave: frozenset[str] = frozenset()) -> str | None:
         """Leave things as they were before the step; why that cannot be, and then nothing is changed."""
         reasons = (part.why_not() for part in self._undo)
         why = next((reason for reason in reasons if reason is not None), None)
         if why is None:
             for part in self._undo:
-                part.restore(last=last)
+                part.restore(leave=leave)
         return why
 
 
@@ -167,6 +170,23 @@ def collect() -> None:
     gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
         torch.cuda.empty_cache()
+
+
+def switched_before_raising(error: BaseException) -> frozenset[str]:
+    """Names of attributes that the function which raised an error by a statement of its own also sets.
+
+    Code that fails on purpose "the first time" notes that in a switch; put back, it would fail for ever. An allocator's
+    error comes out of a call and not out of such a statement, and then there is nothing: all is put back.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return frozenset()
+    instructions = list(dis.get_instructions(trace.tb_frame.f_code))
+    if not any(i.offset == trace.tb_lasti and i.opname == "RAISE_VARARGS" for i in instructions):
+        return frozenset()
+    return frozenset(i.argval for i in instructions if i.opname == "STORE_ATTR")
 
 
 def comes_through(error: BaseException, function: str, module: str) -> bool:

@@ -112,12 +112,12 @@ class Snapshot:
                 return reason
         return None
 
-    def restore(self, *, last: bool = False) -> None:
+    def restore(self, *, leave: frozenset[str] = frozenset()) -> None:
         """Put everything back; can be repeated after each try.
 
         Args:
-            last: there will be no other try. Attributes of modules that are words, switches or None are then left as
-                the failed try has set them: a failure that comes whenever a flag is there ends with it.
+            leave: names of attributes of modules that stay as the failed try has set them, if they were words, switches
+                or None: a failure that comes whenever a flag is there ends with it.
 
         The failed try must have been let go of: its exception and its loss.
 
@@ -127,7 +127,7 @@ class Snapshot:
         if (reason := self.why_not()) is not None:
             raise RestoreError(f"The step cannot be run again: {reason}.")
         self._tree.restore()
-        self._attributes.restore(flags=not last)
+        self._attributes.restore(leave=leave)
         for p, flag in zip(self._parameters, self._flags, strict=True):
             if p.requires_grad is not flag:
                 p.requires_grad_(flag)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from lightning_remat import Remat
 from lightning_remat.errors import NoMemoryLeft
 from lightning_remat.runtime.counters import Counters
 from lightning_remat.runtime.retry import Retry, comes_through
@@ -52,8 +53,8 @@ class Counter:
     def why_not(self) -> str | None:
         return "it is gone" if self.irreversible else None
 
-    def restore(self, *, last: bool = False) -> None:
-        self.calls.append("restore, the last" if last else "restore")
+    def restore(self, *, leave: frozenset[str] = frozenset()) -> None:
+        self.calls.append(f"restore, but not {set(leave)}" if leave else "restore")
         self.value = self.taken
 
     def release(self) -> None:
@@ -108,10 +109,10 @@ def test_the_number_of_tries_is_bounded(retry: Retry) -> None:
 
 
 def test_nothing_tighter_is_left(retry: Retry) -> None:
-    """The same is tried again, and the parts are told when it is the last time."""
+    """The same is tried again; a switch of the function that raises by itself stays at the last time."""
     way, counter = Way(tighter=1), Counter()
     assert retry.run(failing(counter, 3), way, [counter]) == "done"
-    assert counter.calls == ["take", "restore", "restore", "restore, the last", "release"]
+    assert counter.calls == ["take", "restore", "restore", "restore, but not {'value'}", "release"]
     assert counter.value == 1
 
 
@@ -183,9 +184,9 @@ def test_nothing_of_a_failed_try_is_alive_when_it_is_undone(retry: Retry) -> Non
     alive: list[weakref.ref[torch.Tensor]] = []
 
     class Looks(Counter):
-        def restore(self, *, last: bool = False) -> None:
+        def restore(self, *, leave: frozenset[str] = frozenset()) -> None:
             assert alive[-1]() is None
-            super().restore(last=last)
+            super().restore(leave=leave)
 
     def step() -> None:
         big = torch.zeros(10)
@@ -207,3 +208,74 @@ def test_where_an_error_came_through() -> None:
     assert comes_through(caught.value, "culprit", "test_retry")
     assert not comes_through(caught.value, "culprit", "elsewhere")
     assert not comes_through(caught.value, "somebody", "test_retry")
+
+
+class Carries(torch.nn.Module):
+    """Begins with nothing, and carries a state from one step to the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        self.carried: torch.Tensor | None = None
+        self.begun = False
+        self.mode = "first"
+        self.failed = False
+
+    def forward(self, x: torch.Tensor, fail: Callable[[], None]) -> torch.Tensor:
+        x = self.layer(x if self.carried is None else x + self.carried) * (1 + self.begun + len(self.mode))
+        self.carried, self.begun, self.mode = x.detach().mean(0), True, "later"
+        self.eval()
+        fail()
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("failures", [1, 3])
+def test_switches_are_put_back_however_often_an_allocator_fails(failures: int) -> None:
+    """Also for the last try: what has not happened yet in the first one has not happened in the last."""
+
+    def train(left: int) -> list[object]:
+        torch.manual_seed(0)
+        model = Carries().train()
+        remat = Remat(policy="full")
+
+        def fail() -> None:
+            nonlocal left
+            if left:
+                left -= 1
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+
+        def step() -> None:
+            with remat:
+                loss = model(torch.ones(2, 4), fail)
+            loss.backward()
+
+        for _ in range(2):
+            remat.attempt(step, model)
+        assert isinstance(model.carried, torch.Tensor)
+        assert model.layer.weight.grad is not None
+        return [model.carried.tolist(), model.layer.weight.grad.tolist(), model.begun, model.mode, model.training]
+
+    assert train(failures) == train(0)
+
+
+def test_a_switch_of_a_step_that_fails_by_itself_ends_its_failing() -> None:
+    """Put back, it would fail for ever; everything else is put back."""
+    model = Carries().train()
+    remat = Remat(policy="full")
+
+    def fail() -> None:
+        if not model.failed:
+            model.failed = True
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        assert retried == [(None, False, "first", True)] * 4
+
+    retried: list[object] = []
+
+    def step() -> None:
+        retried.append((model.carried, model.begun, model.mode, model.training))
+        with remat:
+            loss = model(torch.ones(2, 4), fail)
+        loss.backward()
+
+    remat.attempt(step, model)
+    assert model.failed

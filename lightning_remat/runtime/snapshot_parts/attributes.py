@@ -71,16 +71,16 @@ class Attributes:
         """Why something cannot be put back, or None."""
         return None if self._contents is None else self._contents.why_not()
 
-    def restore(self, *, flags: bool = True) -> None:
+    def restore(self, *, leave: frozenset[str] = frozenset()) -> None:
         """Put back every attribute that was replaced, remove new ones, then put back what they hold.
 
         Args:
-            flags: words, switches and None as well. A step that fails whenever it finds one ("the first time, ...")
-                would otherwise fail for ever.
+            leave: names of those that stay as they are, if they were words, switches or None. A step that fails
+                whenever it finds one ("the first time, ...") would otherwise fail for ever.
         """
         for (present, names), row, size in zip(self._plain, self._rows, self._sizes, strict=True):
             for name, value in zip(names, row, strict=True):
-                if present.get(name, _MISSING) is not value and (flags or not _is_flag(value)):
+                if present.get(name, _MISSING) is not value and not (name in leave and _is_flag(value)):
                     present[name] = value
             if len(present) != size:
                 for name in [n for n in present if n not in _STANDARD and n not in names]:
@@ -90,7 +90,7 @@ class Attributes:
             for name in [n for n in present if n not in _STANDARD and n not in old]:
                 del present[name]
             for name, value in old.items():
-                if present.get(name, _MISSING) is not value and (flags or not _is_flag(value)):
+                if present.get(name, _MISSING) is not value and not (name in leave and _is_flag(value)):
                     present[name] = value
         if self._contents is not None:
             self._contents.restore()

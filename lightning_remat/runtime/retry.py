@@ -126,12 +126,14 @@ class Retry:
         tries = 0
         while True:
             asked: int | None
+            steps = self.counters.steps
             try:
                 result = step()
             except Exception as error:
                 if isinstance(error, NoMemoryLeft) or not is_out_of_memory(error) or not ours(error):
                     raise
                 self.counters.out_of_memory += 1
+                self.counters.steps = steps  # its forward may have counted it
                 tries += 1
                 asked = bytes_asked(error)
                 if not self._taken or tries > self.retries:

@@ -98,6 +98,19 @@ def test_a_step_is_undone_and_run_again(retry: Retry) -> None:
     assert (counters.out_of_memory, counters.retries, counters.retried_batches) == (2, 2, 1)
 
 
+def test_a_step_counts_once(retry: Retry) -> None:
+    """Where backward failed, forward had counted it."""
+
+    def step() -> None:
+        retry.counters.steps += 1
+        if len(way.asked) < 2:
+            raise torch.OutOfMemoryError("no")
+
+    way = Way()
+    retry.run(step, way, [])
+    assert retry.counters.steps == 1
+
+
 def test_the_number_of_tries_is_bounded(retry: Retry) -> None:
     way, counter = Way(), Counter()
     with pytest.raises(NoMemoryLeft, match="4 tries") as caught:

@@ -4,7 +4,7 @@ Importing it makes ``Trainer(strategy="remat")`` and ``"remat_ddp"`` known to Li
 """
 
 from lightning_remat.engine.policies import OpInfo
-from lightning_remat.errors import ConfigurationError, RematError, ReplayError
+from lightning_remat.errors import ConfigurationError, NoMemoryLeft, RematError, ReplayError
 from lightning_remat.integrations.callback import RematCallback
 from lightning_remat.integrations.strategy import RematStrategy, register
 from lightning_remat.reporting.kept import print_kept
@@ -12,6 +12,7 @@ from lightning_remat.runtime.session import Remat, StepStats
 
 __all__ = [
     "ConfigurationError",
+    "NoMemoryLeft",
     "OpInfo",
     "Remat",
     "RematCallback",

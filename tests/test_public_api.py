@@ -10,6 +10,7 @@ def test_public_names() -> None:
     """What `import lightning_remat` offers."""
     assert lightning_remat.__all__ == [
         "ConfigurationError",
+        "NoMemoryLeft",
         "OpInfo",
         "Remat",
         "RematCallback",

@@ -58,7 +58,9 @@ class Planner:
             BudgetError: no plan fits.
         """
         self._rough_smallest()
-        chosen = self.within(budget_bytes - static_bytes)
+        # Once the smallest peak has been looked for, nothing below it is looked for again.
+        hopeless = self._sought and budget_bytes - static_bytes < self.smallest().peak_bytes
+        chosen = None if hopeless else self.within(budget_bytes - static_bytes)
         if chosen is None:
             raise self._too_small(budget_bytes, static_bytes, static_parts)
         return PlanResult(

@@ -117,11 +117,16 @@ class Chooser:
         """Put a plan into force that is within the budget, as far as is known; sets :attr:`error` if that fails."""
         tuner = known.tuner
         tuner.fit_to(budget - static)
+        result: PlanResult | None = None
         try:
             while True:
                 target = tuner.target
-                result = known.quick_plan(static + target, static) if known.met < OFTEN else None
-                result = result or self._searched(known, target, static, parts, budget)
+                if result is not None:
+                    # One search is enough: it has left a family of plans to go on among.
+                    result = _another(result, target)
+                else:
+                    result = known.quick_plan(static + target, static) if known.met < OFTEN else None
+                    result = result or self._searched(known, target, static, parts, budget)
                 if tuner.settled or not tuner.seen(result.chosen.peak_bytes):
                     break
                 tuner.again(target, result.chosen.peak_bytes)
@@ -143,7 +148,7 @@ class Chooser:
             # Said of the user's own budget only, and not where measured peaks have moved the target.
             if static + target >= budget or error.smallest_bytes > budget:
                 self._warn("budget", f"{error} Training goes on under the plan with the smallest peak.")
-            found = planner.result(error.smallest_bytes, static)
+            found = planner.result(static + planner.plain.peak_bytes, static)
             return replace(found, chosen=found.smallest)
 
     # ------------------------------------------------------------------ what was measured
@@ -230,3 +235,9 @@ def whole_result(known: Known | None) -> PlanResult | None:
     if known.planner is not None:
         known.result = replace(known.result, front=pareto([*known.planner.front(), known.result.chosen]))
     return known.result
+
+
+def _another(result: PlanResult, target: int) -> PlanResult:
+    """Of the plans that were found, the one with the least extra time of at most ``target`` bytes, or the smallest."""
+    fitting = [c for c in result.front if c.peak_bytes <= target]
+    return replace(result, chosen=min(fitting, key=lambda c: c.extra_seconds, default=result.smallest))

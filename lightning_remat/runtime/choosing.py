@@ -31,7 +31,6 @@ CLOSE = 1.002
 OFTEN = 3
 """How often a shape comes up for which a search is worth its time."""
 
-_MOST_NOTES = 500
 _LESS, _MORE = 1.02, 1.25  # factors by which the device may differ from what it had in a run that is resumed
 _EVERY = 8  # steps between two measurements of a plan that is smaller than it might be
 
@@ -61,10 +60,7 @@ class Chooser:
 
     def note(self, text: str) -> None:
         """Write a decision down."""
-        notes = self.counters.notes
-        if not notes or notes[-1] != text:
-            notes.append(text)
-        del notes[:-_MOST_NOTES]
+        self.counters.note(text)
 
     def bytes_on(self, device: torch.device, static: int) -> int:
         """The budget in bytes; the default one is taken anew until a plan was measured to fit."""

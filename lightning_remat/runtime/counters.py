@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+MOST_NOTES = 500
+"""Decisions that are remembered: a run that never fits well makes one in every step."""
+
 
 @dataclass
 class Counters:
@@ -40,3 +43,9 @@ class Counters:
     verified: int = 0
     verified_different: int = 0
     notes: list[str] = field(default_factory=list)
+
+    def note(self, text: str) -> None:
+        """Write a decision down; of very many, the first are forgotten."""
+        if not self.notes or self.notes[-1] != text:
+            self.notes.append(text)
+        del self.notes[:-MOST_NOTES]

@@ -64,6 +64,7 @@ class Snapshot:
         schedulers: Iterable[Any] = (),
     ) -> None:
         self._roots = list(roots)
+        self._manual = manual
         self._tree = _Tree()
         self._streams = Streams()
         self._attributes = Attributes()
@@ -172,7 +173,8 @@ class Snapshot:
         frozen: list[Tensor] = []
         self._trained = []
         for p, flag in zip(self._parameters, self._flags, strict=True):
-            (self._trained if flag or id(p) in self._stepped else frozen).append(p)
+            # In a step that steps optimizers, a toggle may hide for now what will be trained in it.
+            (self._trained if flag or (self._manual and id(p) in self._stepped) else frozen).append(p)
         return frozen
 
 

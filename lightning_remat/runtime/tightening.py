@@ -54,7 +54,7 @@ class Tightening:
         tighter = words is not None
         words = words or "as before, with all caches emptied"
         self._tried.append(words)
-        remat.counters.notes.append(f"step {remat.counters.steps + 1} ran out of memory: run again {words}")
+        remat.counters.note(f"step {remat.counters.steps + 1} ran out of memory: run again {words}")
         return words, tighter
 
     def _leaner(self) -> str | None:
@@ -75,8 +75,8 @@ class Tightening:
         fixed.times += 1
         if fixed.times < _OFTEN:
             remat.put_in_force(fixed.policy, fixed.binding)
-        else:
-            remat.counters.notes.append(
+        elif fixed.times == _OFTEN:
+            remat.counters.note(
                 f"policy={fixed.policy.name!r} ran out of memory {fixed.times} times: policy 'full' from now on"
             )
 

@@ -10,7 +10,7 @@ import torch
 
 from lightning_remat import Remat
 from lightning_remat.errors import NoMemoryLeft
-from lightning_remat.runtime.counters import Counters
+from lightning_remat.runtime.counters import MOST_NOTES, Counters
 from lightning_remat.runtime.retry import Retry, comes_through
 
 OUT = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
@@ -292,3 +292,28 @@ def test_a_switch_of_a_step_that_fails_by_itself_ends_its_failing() -> None:
 
     remat.attempt(step, model)
     assert model.failed
+
+
+def test_notes_do_not_grow_without_end() -> None:
+    """A training in which every step fails makes one in each: the last ones stay, and what holds from now on is said
+    once."""
+    counters = Counters(notes=[str(i) for i in range(MOST_NOTES)])
+    counters.note("the last")
+    assert len(counters.notes) == MOST_NOTES
+    assert counters.notes[0] == "1"
+    assert counters.notes[-1] == "the last"
+
+    model = torch.nn.Linear(2, 2)
+    remat = Remat(policy="selective", retries=1)
+    for _ in range(6):
+        failed: list[bool] = []
+
+        def step(failed: list[bool] = failed) -> None:
+            if not failed:
+                failed.append(True)
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+            with remat:
+                model(torch.ones(1, 2))
+
+        remat.attempt(step, model)
+    assert sum("from now on" in note for note in remat.counters.notes) == 1

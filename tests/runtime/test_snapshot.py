@@ -407,7 +407,7 @@ class Large(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("queue", torch.zeros(SMALL // 4 + 1))
-        self.teacher = nn.Linear(2, 2).requires_grad_(False)
+        self.teacher = nn.Linear(SMALL // 4 + 1, 1).requires_grad_(False)
         self.state = torch.zeros(SMALL // 4 + 1)
 
     def forward(self, name: str) -> None:
@@ -435,12 +435,46 @@ def test_what_is_large_is_copied_once_it_was_seen_to_change(name: str) -> None:
         snapshot.release()
 
 
+@pytest.mark.parametrize("fails_in", [0, 1, 2])
+def test_a_small_teacher_follows_exactly_whichever_step_fails(fails_in: int) -> None:
+    """Also in the first step, and if an optimizer was given all parameters, frozen ones included."""
+
+    def train(fails_in: int | None) -> Any:
+        seed_everything()
+        model = nn.ModuleDict({"student": nn.Linear(2, 2), "teacher": nn.Linear(2, 2).requires_grad_(False)})
+        for p in model.parameters():
+            nn.init.constant_(p, 0.3)
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def step() -> None:
+            with torch.no_grad():
+                for p, q in zip(model["teacher"].parameters(), model["student"].parameters(), strict=True):
+                    p.mul_(0.9).add_(q + 1, alpha=0.1)
+            (model["student"](torch.ones(1, 2)) - model["teacher"](torch.ones(1, 2))).square().sum().backward()
+
+        snapshot = Snapshot([model], [optimizer])
+        for i in range(3):
+            snapshot.take()
+            if i == fails_in:
+                step()
+                snapshot.restore()
+                step()
+                snapshot.restore()
+            step()
+            snapshot.release()
+            optimizer.step()
+            optimizer.zero_grad()
+        return look(model, [optimizer])
+
+    assert difference_in_bits(train(None), train(fails_in)) == []
+
+
 def test_what_is_large_and_does_not_change_is_not_copied() -> None:
     model = Large()
     snapshot = Snapshot([model])
     for _ in range(3):
         snapshot.take()
-        model.teacher(torch.ones(1, 2))
+        model.teacher(torch.ones(1, SMALL // 4 + 1))
         snapshot.release()
     assert sum(t.numel() for t in snapshot._guard._copied._copies) == 0
 

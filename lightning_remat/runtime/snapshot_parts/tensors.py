@@ -115,6 +115,8 @@ class Guard:
         self._copied: Copies | None = None
         self._large: list[Tensor] = []
         self._changing: dict[int, Tensor] = {}
+        self._known = False  # a step has been seen to its end
+        self._first: list[tuple[Tensor, int]] = []  # small parameters that are copied until then, with their versions
         self._versions: list[int] = []
         self._places: list[int] = []
 
@@ -124,7 +126,8 @@ class Guard:
         Args:
             tensors: the buffers, each once.
             names: their names in their modules.
-            parameters: looked at by version counter only, whatever their size.
+            parameters: small ones are copied in the first step, since nobody knows yet which of them it writes to (a
+                teacher's); the others are looked at by version counter only.
         """
         ids = [*map(id, tensors), *map(id, parameters)]
         if ids != self._ids or self._copied is None or not self._copied.fit():
@@ -136,14 +139,19 @@ class Guard:
 
     def look(self) -> None:
         """At the end of a step, see which of the large tensors it changed: those are copied from the next time on."""
-        for tensor in self._moved():
+        for tensor in (*self._moved(), *(t for t, version in self._first if version_of(t) != version)):
             self._changing[id(tensor)] = tensor
             self._ids = []  # plan again
+        if self._first:
+            self._first, self._ids = [], []
+        self._known = True
 
     def why_not(self) -> str | None:
         """Why the old content cannot be put back, or None."""
         for tensor in self._moved():
-            self.look()
+            for changed in self._moved():
+                self._changing[id(changed)] = changed
+            self._ids = []
             return (
                 f"{self._name_of(tensor)} ({tuple(tensor.shape)}) was written to in the step, and no copy of it had "
                 "been made: tensors of its size are copied only after they were seen to change. From now on it is."
@@ -154,6 +162,7 @@ class Guard:
         """Write the copies back."""
         if self._copied is not None:
             self._copied.restore()
+        self._first = [(t, version_of(t)) for t, _ in self._first]  # writing back is not the step's doing
         self._note()
 
     def _plan(self, tensors: Sequence[Tensor], names: Sequence[str], parameters: Sequence[Tensor]) -> None:
@@ -162,8 +171,13 @@ class Guard:
         for tensor, name in zip(tensors, names, strict=True):
             known = bytes_of(tensor) <= SMALL or name in _RUNNING or id(tensor) in self._changing
             (small if known else large).append(tensor)
+        self._first = []
         for tensor in parameters:
-            (small if id(tensor) in self._changing else large).append(tensor)
+            if not self._known and bytes_of(tensor) <= SMALL:
+                self._first.append((tensor, version_of(tensor)))
+                small.append(tensor)
+            else:
+                (small if id(tensor) in self._changing else large).append(tensor)
         here = {id(t) for t in [*tensors, *parameters]}
         self._changing = {i: t for i, t in self._changing.items() if i in here}
         self._large = large

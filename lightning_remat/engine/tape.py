@@ -341,8 +341,9 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             if self.eviction is not None and tensor.__class__ is Tensor and not tensor.is_inference():
                 packed: Any = self._save(tensor, key, version)
             else:
-                if version and tensor.grad_fn is not None:
-                    # An in-place op saves its result as it is: held by its own node, it would never be freed.
+                if tensor.grad_fn is not None and tensor.__class__ is Tensor:
+                    # An op that saves its own result hands it over as it is: held by its own node, it would never be
+                    # freed if backward does not come.
                     with torch._C._DisableTorchDispatch():
                         tensor = alias(tensor)
                 packed = (tensor, version)

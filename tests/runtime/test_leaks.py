@@ -319,3 +319,25 @@ def test_the_result_of_an_in_place_op_dies_without_backward(name: str, policy: A
                 IN_PLACE[name](hidden)
             del hidden
             assert storage.expired()
+
+
+SAVING: dict[str, Callable[[Tensor], Tensor]] = {
+    "tanh": torch.tanh,
+    "softmax": lambda h: h.softmax(-1),
+    "attention": lambda h: nn.functional.scaled_dot_product_attention(h[None], h[None], h[None]),
+}
+
+
+@pytest.mark.parametrize("policy", ["selective", recompute_all, lambda op: "keep"], ids=["selective", "all", "keep"])
+@pytest.mark.parametrize("name", SAVING)
+def test_the_result_of_an_op_that_saves_it_dies_without_backward(name: str, policy: Any) -> None:
+    """Of a step that failed in forward, which has no backward, nothing may stay."""
+    weight = torch.eye(4, requires_grad=True)
+    remat = Remat(policy=policy)
+    with no_collector():
+        for _ in range(3):
+            with remat:
+                result = SAVING[name](weight @ weight)
+                storage = StorageWeakRef(result.untyped_storage())
+            del result
+            assert storage.expired()

@@ -151,7 +151,10 @@ def _is_ours(error: BaseException) -> bool:
 
 _PLACES = (
     ("_call_callback_hooks", "trainer.call", "a callback"),
+    # In automatic optimization the optimizer runs the training step, in manual optimization it is the other way round.
+    ("__call__", "loops.optimization.automatic", "a training step"),
     ("optimizer_step", "strategies.strategy", "the optimizer step"),
+    ("training_step", "strategies.strategy", "a training step"),
     ("validation_step", "strategies.strategy", "validation"),
     ("__next__", "loops.fetchers", "data loading"),
 )
@@ -163,7 +166,7 @@ def explain(error: BaseException) -> None:
         return
     if is_out_of_memory(error):
         places = [place for function, module, place in _PLACES if comes_through(error, function, module)]
-        with_note(error, note_outside(places[0] if places else "something else than a training step"))
+        with_note(error, note_outside(places[0] if places else "a hook or loop around the training step"))
     elif is_distributed() and isinstance(error, RuntimeError):
         word = word_from_others()
         if word is not None:

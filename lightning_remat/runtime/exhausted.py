@@ -22,9 +22,15 @@ _SPARE = 0.95  # of what would fit by estimate, which scales a trace
 
 _NOT_OURS = {
     "the optimizer step": "running it again would apply a part of the update twice",
+    "a training step": "retries=0 lets such errors through",
     "validation": "nothing is kept for backward there, so that a tighter plan would free nothing",
     "data loading": "the batch is not there yet, and its memory is no plan's to give back",
     "a callback": "what it has done so far cannot be taken back",
+}
+
+_ADVICE = {
+    "a training step": "Leave out retries=0, and the batch is run again under a plan that needs less.",
+    "validation": "Give validation smaller batches.",
 }
 
 
@@ -97,15 +103,15 @@ def note_outside(where: str, tries: Sequence[str] = ()) -> str:
     """What to say of an error outside of training steps, which nobody runs again.
 
     Args:
-        where: ``"the optimizer step"``, ``"validation"``, ``"data loading"``, ``"a callback"``, or other words that
-            name the place.
+        where: ``"a training step"`` (without retries), ``"the optimizer step"``, ``"validation"``, ``"data loading"``,
+            ``"a callback"``, or other words that name the place.
         tries: what was tried before it was raised again.
     """
     reason = _NOT_OURS.get(where, "only training steps can be taken back")
     tried = f"What was tried: {_numbered(tries)}. " if tries else ""
     return (
         f"lightning-remat: out of memory in {where}, which is not run again: {reason}. {tried}"
-        "Leave it more room with a larger margin= or a smaller budget=. No batch was skipped."
+        f"{_ADVICE.get(where, 'Leave it more room with a larger margin= or a smaller budget=.')} No batch was skipped."
     )
 
 

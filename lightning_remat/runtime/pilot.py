@@ -62,6 +62,10 @@ class Pilot(Relief):
         before: bytes of what was there between steps in that run, for as long as no optimizer has been met.
     """
 
+    # Here since __del__ looks at them, also where a wrong option has ended __init__ early.
+    _tracer: Tracer | None = None
+    _measuring: Measurement | None = None
+
     def __init__(
         self,
         budget: int | float | None,
@@ -86,7 +90,6 @@ class Pilot(Relief):
         self.recalled: Memory | None = None
         self.before: dict[str, int] = {}
         self._had_roots = False
-        self._tracer: Tracer | None = None
         self._active: Known | None = None
         self._accumulating = False
         self._learning: tuple[Known, int, int] | None = None

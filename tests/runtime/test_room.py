@@ -7,6 +7,7 @@ import textwrap
 import pytest
 import torch
 
+from lightning_remat import Remat
 from lightning_remat.errors import ConfigurationError
 from lightning_remat.runtime.room import Room, default_budget, free_memory
 from lightning_remat.sizes import parse_margin
@@ -239,3 +240,5 @@ def test_a_margin_that_is_none_is_refused_by_name(margin):
         parse_margin(margin)
     with pytest.raises(ConfigurationError, match="margin="):
         default_budget(0, CPU, margin, room=Room(1, 1, "x"))
+    with pytest.raises(ConfigurationError, match="margin="):
+        Remat(margin=margin)  # and nothing is printed when what was begun is thrown away

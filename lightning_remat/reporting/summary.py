@@ -87,7 +87,9 @@ def in_lines(training: Training) -> str:
         lines.append(f"  retried     {batches}, {counted(c.retries, 'time')} in all")
     if training.verifies:
         found = f"{c.verified_different:,} differed" if c.verified_different else "none differed"
-        lines.append(f"  verified    {counted(c.verified, 'comparison')}, {found}")
+        some = f"{counted(c.verified, 'comparison')}, {found}"
+        none = "nothing: no step was due, or those that were recomputed nothing"
+        lines.append(f"  verified    {some if c.verified else none}")
     lines += [f"  {'decided' if i == 0 else '':11} {note}" for i, note in enumerate(shortened(c.notes))]
     return "\n".join(lines)
 

@@ -53,7 +53,8 @@ class Tightening:
         words = remat.pilot.tighten(asked) if remat.pilot is not None else self._leaner()
         tighter = words is not None
         words = words or "as before, with all caches emptied"
-        self._tried.append(words)
+        if self._tried[-1] != words:
+            self._tried.append(words)
         remat.counters.note(f"step {remat.counters.steps + 1} ran out of memory: run again {words}")
         return words, tighter
 

@@ -20,10 +20,10 @@ from lightning_remat.engine.out_of_memory import is_out_of_memory
 from lightning_remat.errors import ConfigurationError, NoMemoryLeft
 from lightning_remat.integrations.loop_state import LoopState
 from lightning_remat.integrations.ranks import Replica, is_distributed, tell_others, word_from_others
-from lightning_remat.runtime.exhausted import note_outside, with_note
-from lightning_remat.runtime.retry import Undo, comes_through
+from lightning_remat.runtime.recovery.exhausted import note_outside, with_note
+from lightning_remat.runtime.recovery.retry import Undo, comes_through
+from lightning_remat.runtime.recovery.snapshot import Snapshot
 from lightning_remat.runtime.session import Remat
-from lightning_remat.runtime.snapshot import Snapshot
 
 
 class Guard:

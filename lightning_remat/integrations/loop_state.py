@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from lightning_remat.errors import RestoreError
-from lightning_remat.runtime.snapshot_parts.attributes import Attributes
+from lightning_remat.runtime.recovery.snapshot_parts.attributes import Attributes
 
 _MODULE = ("_current_fx_name", "_param_requires_grad_state", "_metric_attributes")
 _CONNECTOR = ("_current_fx", "_first_loop_iter", "_progress_bar_metrics", "_logged_metrics", "_callback_metrics")

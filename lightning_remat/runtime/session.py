@@ -15,12 +15,12 @@ from lightning_remat.engine.ledger import Ledger
 from lightning_remat.engine.verify import Verifier
 from lightning_remat.errors import ConfigurationError
 from lightning_remat.planning.planfile import PlanFile, plan_path
-from lightning_remat.runtime import remembering
-from lightning_remat.runtime.pilot import Pilot
-from lightning_remat.runtime.retry import Undo
-from lightning_remat.runtime.snapshot import Snapshot
+from lightning_remat.runtime.recovery.retry import Undo
+from lightning_remat.runtime.recovery.snapshot import Snapshot
+from lightning_remat.runtime.recovery.tightening import Tightening
 from lightning_remat.runtime.stepping import Stepping
-from lightning_remat.runtime.tightening import Tightening
+from lightning_remat.runtime.tuning import remembering
+from lightning_remat.runtime.tuning.pilot import Pilot
 
 if TYPE_CHECKING:
     from lightning_remat.planning.plan import PlanResult
@@ -326,7 +326,7 @@ class Remat(Stepping):
         deferred: bool = False,
         ours: Callable[[BaseException], bool] = lambda error: True,
     ) -> T:
-        """What :meth:`attempt` does, for trainers; see :meth:`~lightning_remat.runtime.retry.Retry.run`."""
+        """What :meth:`attempt` does, for trainers; see :meth:`~lightning_remat.runtime.recovery.retry.Retry.run`."""
         return self.retry.run(step, Tightening(self), undo, deferred=deferred, ours=ours)
 
 

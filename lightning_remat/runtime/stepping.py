@@ -44,31 +44,19 @@ from lightning_remat.engine.rules import Rule
 from lightning_remat.engine.tape import Tape
 from lightning_remat.engine.transforms import transforms_allowed
 from lightning_remat.engine.verify import Verifier
-from lightning_remat.runtime import (
-    choosing,
-    fallback,
-    from_file,
-    known,
-    measuring,
-    memory,
-    pilot,
-    relief,
-    resting,
-    static,
-    tracer,
-    tracing,
-)
+from lightning_remat.runtime import measuring, memory, static, tracer, tracing
 from lightning_remat.runtime.binding import Binding
 from lightning_remat.runtime.counters import Counters
 from lightning_remat.runtime.discovery import Discovery
-from lightning_remat.runtime.from_file import FilePilot
-from lightning_remat.runtime.pilot import Pilot
-from lightning_remat.runtime.readiness import Readiness
-from lightning_remat.runtime.remembering import Memory
-from lightning_remat.runtime.retry import Retry
+from lightning_remat.runtime.recovery.readiness import Readiness
+from lightning_remat.runtime.recovery.retry import Retry
+from lightning_remat.runtime.recovery.tightening import Fixed
 from lightning_remat.runtime.settings import checked, table_for
-from lightning_remat.runtime.tightening import Fixed
 from lightning_remat.runtime.tracing import TracingTape
+from lightning_remat.runtime.tuning import choosing, fallback, from_file, known, pilot, relief, resting
+from lightning_remat.runtime.tuning.from_file import FilePilot
+from lightning_remat.runtime.tuning.pilot import Pilot
+from lightning_remat.runtime.tuning.remembering import Memory
 
 S = TypeVar("S", bound="Stepping")
 

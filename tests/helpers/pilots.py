@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_remat import Remat
-from lightning_remat.runtime.pilot import Pilot
+from lightning_remat.runtime.tuning.pilot import Pilot
 from tests.helpers.loops import Loop
 from tests.helpers.training import Net
 

@@ -15,7 +15,7 @@ from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.aggregation import CatMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision
 
-from lightning_remat.runtime.snapshot import Snapshot
+from lightning_remat.runtime.recovery.snapshot import Snapshot
 from tests.helpers.bits import random_streams
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_remat import RematCallback, RematStrategy
 from lightning_remat.planning.planfile import PlanFile
-from lightning_remat.runtime.pilot import Pilot
+from lightning_remat.runtime.tuning.pilot import Pilot
 from tests.helpers import seed_everything
 from tests.helpers.bits import difference_in_bits
 from tests.helpers.training import Lit, Net, Result, regression, train, trainer_for

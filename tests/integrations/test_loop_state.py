@@ -15,7 +15,7 @@ from torchmetrics.regression import MeanSquaredError
 
 from lightning_remat.errors import RestoreError
 from lightning_remat.integrations.loop_state import LoopState
-from lightning_remat.runtime.snapshot import Snapshot
+from lightning_remat.runtime.recovery.snapshot import Snapshot
 from tests.helpers.bits import difference_in_bits, random_streams
 from tests.helpers.seed import seed_everything
 from tests.helpers.training import Net, regression_data

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from lightning_remat import RematCallback, RematStrategy
 from lightning_remat.integrations.checkpoints import KEY
-from lightning_remat.runtime import pilot as pilot_module
-from lightning_remat.runtime.pilot import Pilot
 from lightning_remat.runtime.tracer import Tracer
+from lightning_remat.runtime.tuning import pilot as pilot_module
+from lightning_remat.runtime.tuning.pilot import Pilot
 from tests.helpers import seed_everything
 from tests.helpers.bits import difference_in_bits, random_streams
 from tests.helpers.training import Lit, Net, regression, trainer_for

@@ -11,9 +11,9 @@ from lightning_remat.planning.plan import PlanResult, judged
 from lightning_remat.planning.rescale import rescaled
 from lightning_remat.planning.simulator import simulate
 from lightning_remat.planning.trace import Trace
-from lightning_remat.runtime.known import Known
 from lightning_remat.runtime.memory import measure_peak
-from lightning_remat.runtime.pilot import Pilot
+from lightning_remat.runtime.tuning.known import Known
+from lightning_remat.runtime.tuning.pilot import Pilot
 from tests.helpers.loops import Loop
 from tests.helpers.traces import transformer_trace
 from tests.helpers.training import Net

@@ -24,9 +24,9 @@ from lightning_remat.planning.plan import Candidate, PlanResult
 from lightning_remat.planning.rescale import rescaled
 from lightning_remat.planning.simulator import simulate
 from lightning_remat.planning.trace import EXIT, FREE, NEED, NEVER, OTHER, RELEASE, RUN, SAVE, Trace
-from lightning_remat.runtime.known import MOST_SHAPES, Known, KnownSteps
 from lightning_remat.runtime.memory import PeakResult
-from lightning_remat.runtime.tuner import Trial, Tuner
+from lightning_remat.runtime.tuning.known import MOST_SHAPES, Known, KnownSteps
+from lightning_remat.runtime.tuning.tuner import Trial, Tuner
 
 MOST_BYTES = 8 * 1024**2
 """How much the written form takes at most."""

@@ -1,6 +1,6 @@
 """What a run has learned, for its checkpoints: a run that is resumed goes on with it and traces nothing again.
 
-A state is plain data (see :mod:`lightning_remat.runtime.written`)::
+A state is plain data (see :mod:`lightning_remat.runtime.tuning.written`)::
 
     {"version": 1, "torch": ..., "kept_ops": [...], "counters": {...}, "budget": {...} or None}
 
@@ -20,14 +20,14 @@ import torch
 from torch import nn
 
 from lightning_remat.runtime.counters import Counters
-from lightning_remat.runtime.known import Known, KnownSteps
-from lightning_remat.runtime.ladder import RUNGS, WITHOUT_BLOCKS, Ladder
 from lightning_remat.runtime.saying import in_words, warn
 from lightning_remat.runtime.static import LASTING, at_least, device_of, static_parts
-from lightning_remat.runtime.written import DAMAGED, read_steps, write_steps
+from lightning_remat.runtime.tuning.known import Known, KnownSteps
+from lightning_remat.runtime.tuning.ladder import RUNGS, WITHOUT_BLOCKS, Ladder
+from lightning_remat.runtime.tuning.written import DAMAGED, read_steps, write_steps
 
 if TYPE_CHECKING:
-    from lightning_remat.runtime.pilot import Pilot
+    from lightning_remat.runtime.tuning.pilot import Pilot
 
 log = logging.getLogger("lightning_remat")
 

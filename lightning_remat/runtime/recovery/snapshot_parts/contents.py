@@ -13,7 +13,7 @@ from weakref import ref as weakref
 import torch
 from torch import Tensor
 
-from lightning_remat.runtime.snapshot_parts.tensors import SMALL, bytes_of, place_of, version_of, write_back
+from lightning_remat.runtime.recovery.snapshot_parts.tensors import SMALL, bytes_of, place_of, version_of, write_back
 
 SHORT = 256
 """Entries up to which a container and what is in it is copied. Longer lists are cut to their old length."""

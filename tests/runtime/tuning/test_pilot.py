@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from lightning_remat import Remat
 from lightning_remat.runtime.memory import measure_peak
-from lightning_remat.runtime.pilot import MOST_SEQUENCES
+from lightning_remat.runtime.tuning.pilot import MOST_SEQUENCES
 from tests.helpers.loops import Loop, assert_same_training, run, usual
 from tests.helpers.pilots import (
     BUDGETS,

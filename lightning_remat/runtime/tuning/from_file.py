@@ -23,7 +23,7 @@ log = logging.getLogger("lightning_remat")
 
 
 class FilePilot:
-    """Follows one plan file; the counterpart of :class:`~lightning_remat.runtime.pilot.Pilot`.
+    """Follows one plan file; the counterpart of :class:`~lightning_remat.runtime.tuning.pilot.Pilot`.
 
     Args:
         path: as the user gave it.
@@ -87,7 +87,7 @@ class FilePilot:
         """There is no other plan to go over to."""
 
     def tighten(self, asked_bytes: int | None) -> str | None:
-        """See :meth:`~lightning_remat.runtime.pilot.Pilot.tighten`."""
+        """See :meth:`~lightning_remat.runtime.tuning.pilot.Pilot.tighten`."""
         how, self._how = self._how, ""
         self._short += how == "plan"
         if how == "plan" and any(self.plan.lean):

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from lightning_remat import Remat
 from lightning_remat.engine.planned import PlannedTape
 from lightning_remat.runtime import measuring
-from lightning_remat.runtime.known import Known
 from lightning_remat.runtime.memory import PeakResult
-from lightning_remat.runtime.resting import look
+from lightning_remat.runtime.tuning.known import Known
+from lightning_remat.runtime.tuning.resting import look
 from tests.helpers.bits import difference_in_bits
 from tests.helpers.loops import Loop, assert_same_training, run, usual
 from tests.helpers.pilots import (
@@ -131,7 +131,7 @@ def test_by_default_the_budget_is_what_the_device_has(monkeypatch: pytest.Monkey
         asked.append(margin)
         return static + left[0]
 
-    monkeypatch.setattr("lightning_remat.runtime.choosing.default_budget", default_budget)
+    monkeypatch.setattr("lightning_remat.runtime.tuning.choosing.default_budget", default_budget)
     remat = Remat(margin="7%")
     loop = Loop(net(), remat)
     sizes = []
@@ -148,7 +148,7 @@ def test_by_default_the_budget_is_what_the_device_has(monkeypatch: pytest.Monkey
 
 
 def test_nobody_knows_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_remat.runtime.choosing.default_budget", lambda *_: None)
+    monkeypatch.setattr("lightning_remat.runtime.tuning.choosing.default_budget", lambda *_: None)
     remat = Remat()
     assert_same_training(net, [batch(16)] * 6, remat=remat)
     assert remat.counters.budget_bytes is not None

@@ -11,7 +11,7 @@ import torch
 from lightning_remat import Remat
 from lightning_remat.errors import NoMemoryLeft
 from lightning_remat.runtime.counters import MOST_NOTES, Counters
-from lightning_remat.runtime.retry import Retry, comes_through
+from lightning_remat.runtime.recovery.retry import Retry, comes_through
 
 OUT = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
 

@@ -20,11 +20,11 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer
 
 from lightning_remat.errors import RestoreError
-from lightning_remat.runtime.snapshot_parts.attributes import Attributes
-from lightning_remat.runtime.snapshot_parts.gradients import Gradients
-from lightning_remat.runtime.snapshot_parts.stepping import Stepping, stepped_by
-from lightning_remat.runtime.snapshot_parts.streams import Streams
-from lightning_remat.runtime.snapshot_parts.tensors import Guard
+from lightning_remat.runtime.recovery.snapshot_parts.attributes import Attributes
+from lightning_remat.runtime.recovery.snapshot_parts.gradients import Gradients
+from lightning_remat.runtime.recovery.snapshot_parts.stepping import Stepping, stepped_by
+from lightning_remat.runtime.recovery.snapshot_parts.streams import Streams
+from lightning_remat.runtime.recovery.snapshot_parts.tensors import Guard
 
 _TABLES = ("_modules", "_parameters", "_buffers")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_remat.errors import RestoreError
-from lightning_remat.runtime.snapshot import Snapshot
+from lightning_remat.runtime.recovery.snapshot import Snapshot
 from tests.helpers.bits import difference_in_bits
 from tests.helpers.seed import seed_everything
 from tests.helpers.snapshots import Stack, Stop, X, look, no_hooks, run

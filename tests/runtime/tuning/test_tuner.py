@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_remat.runtime.tuner import MOST_TRIALS, Tuner
+from lightning_remat.runtime.tuning.tuner import MOST_TRIALS, Tuner
 
 Measure = Callable[[int], int | None]
 

@@ -19,11 +19,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_remat import ConfigurationError, Remat
 from lightning_remat.planning.planfile import PlanFile
-from lightning_remat.runtime import pilot as pilot_module
-from lightning_remat.runtime.known import KnownSteps
-from lightning_remat.runtime.remembering import VERSION
 from lightning_remat.runtime.static import Optimizers
-from lightning_remat.runtime.written import overload, pack, read_steps, unpack, write_steps
+from lightning_remat.runtime.tuning import pilot as pilot_module
+from lightning_remat.runtime.tuning.known import KnownSteps
+from lightning_remat.runtime.tuning.remembering import VERSION
+from lightning_remat.runtime.tuning.written import overload, pack, read_steps, unpack, write_steps
 from tests.helpers.bits import difference_in_bits
 from tests.helpers.loops import Loop, run, usual
 from tests.helpers.pilots import MANY, NOTHING, PLENTY, batch, infeasible, net, pilot_of, planned

@@ -16,7 +16,7 @@ from lightning_remat.planning.planner import Planner, pareto
 from lightning_remat.planning.rescale import rescaled
 from lightning_remat.planning.trace import Trace
 from lightning_remat.runtime.memory import PeakResult
-from lightning_remat.runtime.tuner import Tuner
+from lightning_remat.runtime.tuning.tuner import Tuner
 
 MOST_SHAPES = 64
 """How many shapes are told apart, all sequences together."""

@@ -18,15 +18,15 @@ from torch import nn
 
 from lightning_remat.engine.planned import PlannedTape
 from lightning_remat.engine.policies import Policy
-from lightning_remat.runtime.choosing import Chooser
 from lightning_remat.runtime.counters import Counters
-from lightning_remat.runtime.fallback import Fallback
-from lightning_remat.runtime.known import Known, KnownSteps
 from lightning_remat.runtime.measuring import Measurement
 from lightning_remat.runtime.memory import ProfilerBusy
-from lightning_remat.runtime.resting import Covered, Look, look
 from lightning_remat.runtime.saying import Once
 from lightning_remat.runtime.static import Optimizers, device_of, has_gradients, static_parts
+from lightning_remat.runtime.tuning.choosing import Chooser
+from lightning_remat.runtime.tuning.fallback import Fallback
+from lightning_remat.runtime.tuning.known import Known, KnownSteps
+from lightning_remat.runtime.tuning.resting import Covered, Look, look
 from lightning_remat.sizes import format_bytes
 
 LEAN_PLAN, FIXED = 1, 2

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lightning_remat.engine.policies import KEEP_ALL, LEAN, SELECTIVE, Policy, parse_policy
-from lightning_remat.runtime.ladder import Ladder
+from lightning_remat.runtime.tuning.ladder import Ladder
 
 _MEASURED = 3  # steps whose peaks are looked at before a policy is judged by them
 
 
 class Fallback:
-    """Chooses it: lean for a step in between, and by a :class:`~lightning_remat.runtime.ladder.Ladder` for good.
+    """Chooses it: lean for a step in between, and by a :class:`~lightning_remat.runtime.tuning.ladder.Ladder` for good.
 
     Args:
         note: called with each decision.

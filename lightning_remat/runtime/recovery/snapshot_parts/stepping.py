@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from lightning_remat.runtime.snapshot_parts.contents import Contents
-from lightning_remat.runtime.snapshot_parts.tensors import version_of, versions_of
+from lightning_remat.runtime.recovery.snapshot_parts.contents import Contents
+from lightning_remat.runtime.recovery.snapshot_parts.tensors import version_of, versions_of
 
 
 def stepped_by(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_remat.engine.plain import guard_backward
-from lightning_remat.runtime.snapshot_parts.tensors import place_of, version_of
+from lightning_remat.runtime.recovery.snapshot_parts.tensors import place_of, version_of
 
 _UNTOUCHED, _ADDED, _LET_GO, _ZEROED, _UNKNOWN = range(5)
 

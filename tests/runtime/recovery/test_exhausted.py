@@ -9,7 +9,7 @@ import torch
 
 from lightning_remat.engine.out_of_memory import is_out_of_memory
 from lightning_remat.errors import NoMemoryLeft, RematError
-from lightning_remat.runtime.exhausted import THE_STEP, append_note, exhausted, note_outside, with_note
+from lightning_remat.runtime.recovery.exhausted import THE_STEP, append_note, exhausted, note_outside, with_note
 from lightning_remat.runtime.room import Room
 
 MIB, GIB = 1024**2, 1024**3

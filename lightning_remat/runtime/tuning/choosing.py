@@ -1,7 +1,7 @@
 """Under a budget: which plan each kind of step gets, and what its measured peak does to that.
 
-Usually a prediction holds, and the plan for the budget is the plan; a :class:`~lightning_remat.runtime.tuner.Tuner` for
-each kind of step finds another where it does not. A trial is an ordinary training step.
+Usually a prediction holds, and the plan for the budget is the plan; where it does not, a
+:class:`~lightning_remat.runtime.tuning.tuner.Tuner` for each kind of step finds another. A trial is an ordinary training step.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from lightning_remat.planning.planner import Planner, pareto
 from lightning_remat.planning.simulator import simulate
 from lightning_remat.planning.trace import NEED
 from lightning_remat.runtime.counters import Counters
-from lightning_remat.runtime.known import Known
 from lightning_remat.runtime.measuring import Measurement
 from lightning_remat.runtime.room import default_budget
 from lightning_remat.runtime.saying import Once, in_words
+from lightning_remat.runtime.tuning.known import Known
 from lightning_remat.sizes import device_memory, format_bytes, parse_margin
 
 log = logging.getLogger("lightning_remat")

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from lightning_remat.engine.out_of_memory import bytes_asked
 from lightning_remat.engine.policies import LEAN
 from lightning_remat.errors import NoMemoryLeft
-from lightning_remat.runtime.exhausted import exhausted
-from lightning_remat.runtime.pilot import Pilot
+from lightning_remat.runtime.recovery.exhausted import exhausted
 from lightning_remat.runtime.static import device_of, static_parts
+from lightning_remat.runtime.tuning.pilot import Pilot
 
 if TYPE_CHECKING:
     from lightning_remat.engine.policies import Policy
@@ -35,7 +35,7 @@ class Fixed:
 
 
 class Tightening:
-    """The way of one engine (:class:`~lightning_remat.runtime.retry.Way`), while a step runs.
+    """The way of one engine (:class:`~lightning_remat.runtime.recovery.retry.Way`), while a step runs.
 
     Under ``policy="auto"`` the pilot knows plans that need less. A fixed policy is replaced by the lean one for this
     batch; from the third time on, for good. Where nothing is leaner, the same is tried again, since by now
@@ -47,7 +47,7 @@ class Tightening:
         self._tried = ["as planned"]
 
     def tighten(self, asked: int | None) -> tuple[str, bool]:
-        """See :class:`~lightning_remat.runtime.retry.Way`."""
+        """See :class:`~lightning_remat.runtime.recovery.retry.Way`."""
         remat = self.remat
         remat.press()
         words = remat.pilot.tighten(asked) if remat.pilot is not None else self._leaner()
@@ -69,7 +69,7 @@ class Tightening:
         return "under policy 'full'"
 
     def settled(self) -> None:
-        """See :class:`~lightning_remat.runtime.retry.Way`."""
+        """See :class:`~lightning_remat.runtime.recovery.retry.Way`."""
         remat, fixed = self.remat, self.remat.fixed
         if fixed is None or remat.policy_in_force is not LEAN or fixed.policy is LEAN:
             return
@@ -82,7 +82,7 @@ class Tightening:
             )
 
     def give_up(self, error: BaseException, tries: int, why: str | None) -> NoMemoryLeft:
-        """See :class:`~lightning_remat.runtime.retry.Way`."""
+        """See :class:`~lightning_remat.runtime.recovery.retry.Way`."""
         remat = self.remat
         if why is not None:
             return NoMemoryLeft(

@@ -2,8 +2,8 @@
 
 The first step runs lean, with block borders kept and everything else dropped, and is traced. From the second on a plan
 is followed. A step can turn out to be another one than expected while it runs: other ops, or other sizes. If another
-entry of :class:`~lightning_remat.runtime.known.KnownSteps` knows how it goes on, that one's plan is followed from
-there. Otherwise the step goes on in a careful way, and is learned: other sizes by scaling the trace, other ops by
+entry of :class:`~lightning_remat.runtime.tuning.known.KnownSteps` knows how it goes on, that one's plan is followed
+from there. Otherwise the step goes on in a careful way, and is learned: other sizes by scaling the trace, other ops by
 tracing the steps to come until they come up again.
 """
 
@@ -23,18 +23,18 @@ from lightning_remat.engine.planned import PlannedTape, Script, careful_script
 from lightning_remat.engine.replay import Clock
 from lightning_remat.engine.tape import Tape
 from lightning_remat.planning.plan import PlanResult
-from lightning_remat.runtime.choosing import OFTEN, kept_bytes, whole_result
 from lightning_remat.runtime.counters import Counters
-from lightning_remat.runtime.known import Known, KnownSteps
 from lightning_remat.runtime.measuring import Measurement, StepWatch
 from lightning_remat.runtime.memory import ProfilerBusy
-from lightning_remat.runtime.relief import FIXED, Relief
 from lightning_remat.runtime.saying import Once, in_words
 from lightning_remat.runtime.static import Optimizers, at_least, device_of, gradients_of, has_gradients, static_parts
 from lightning_remat.runtime.tracer import Tracer
+from lightning_remat.runtime.tuning.choosing import OFTEN, kept_bytes, whole_result
+from lightning_remat.runtime.tuning.known import Known, KnownSteps
+from lightning_remat.runtime.tuning.relief import FIXED, Relief
 
 if TYPE_CHECKING:
-    from lightning_remat.runtime.remembering import Memory
+    from lightning_remat.runtime.tuning.remembering import Memory
 
 MOST_SEQUENCES = 6
 """How many sequences of ops are planned for; a model with more of them has another one in every step."""

@@ -15,8 +15,8 @@ from torchmetrics import Metric
 from torchmetrics.aggregation import CatMetric
 
 from lightning_remat.errors import RestoreError
-from lightning_remat.runtime.snapshot import Snapshot
-from lightning_remat.runtime.snapshot_parts.tensors import SMALL
+from lightning_remat.runtime.recovery.snapshot import Snapshot
+from lightning_remat.runtime.recovery.snapshot_parts.tensors import SMALL
 from tests.helpers.bits import difference_in_bits
 from tests.helpers.seed import seed_everything
 from tests.helpers.snapshots import Net, X, look

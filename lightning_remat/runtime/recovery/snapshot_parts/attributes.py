@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_remat.runtime.snapshot_parts.contents import Contents, again
+from lightning_remat.runtime.recovery.snapshot_parts.contents import Contents, again
 
 # What every module has, and is looked after elsewhere (parameters, buffers, modules) or not ours (hooks).
 _STANDARD = frozenset(nn.Module().__dict__) - {"training"}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_remat import Remat
-from lightning_remat.runtime.ladder import GOOD, RUNGS, Ladder
+from lightning_remat.runtime.tuning.ladder import GOOD, RUNGS, Ladder
 from tests.helpers.loops import Loop, assert_same_training, usual
 from tests.helpers.pilots import PLENTY, Varying, batch, infeasible, net, pilot_of
 
@@ -69,8 +69,8 @@ def test_nobody_catches_errors() -> None:
 @pytest.fixture
 def _uncountable(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device whose memory nobody can count."""
-    monkeypatch.setattr("lightning_remat.runtime.pilot.device_of", lambda roots: torch.device("xla"))
-    monkeypatch.setattr("lightning_remat.runtime.relief.device_of", lambda roots: torch.device("xla"))
+    monkeypatch.setattr("lightning_remat.runtime.tuning.pilot.device_of", lambda roots: torch.device("xla"))
+    monkeypatch.setattr("lightning_remat.runtime.tuning.relief.device_of", lambda roots: torch.device("xla"))
 
 
 @pytest.mark.usefixtures("_uncountable")

@@ -1,0 +1,1 @@
+"""What happens when memory runs out in a step: undo it, need less, run it again."""

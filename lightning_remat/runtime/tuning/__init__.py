@@ -1,0 +1,1 @@
+"""Which tape a step gets: tracing, planning, following a plan, and what is learned from it."""

@@ -1,7 +1,7 @@
 """Under a budget: which plan each kind of step gets, and what its measured peak does to that.
 
 Usually a prediction holds, and the plan for the budget is the plan; where it does not, a
-:class:`~lightning_remat.runtime.tuning.tuner.Tuner` for each kind of step finds another. A trial is an ordinary training
+:class:`~lightning_remat.runtime.tuning.tuner.Tuner` for each kind of step finds another. A trial is a real training
 step.
 """
 

@@ -148,7 +148,9 @@ def _advice(
 ) -> list[str]:
     advice = []
     static = sum(static_parts.values())
-    mostly_static = static > (plan_peak if plan_peak is not None else (room.total_bytes or 0) // 2)
+    # What could not be had counts, too: one huge tensor is no matter of optimizer state.
+    step = max(plan_peak if plan_peak is not None else (room.total_bytes or 0) // 2, bytes_asked(error) or 0)
+    mostly_static = static > step
     if mostly_static:
         advice.append(_less_static(static_parts, static))
     smaller = _smaller(static_parts, plan_peak, batch, room.free_bytes)

@@ -120,6 +120,15 @@ def test_what_is_static_comes_first_where_it_is_most():
     assert "sharding" not in str(told())
 
 
+def test_one_huge_tensor_is_no_matter_of_optimizer_state() -> None:
+    """More is between steps than the plan needs, and yet far less than what one op asked for."""
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+    parts = {"parameters": 3 << 20, "optimizer state": 6 << 20}
+    found = exhausted(error, device=CPU, static_parts=parts, plan_peak=1 << 20, tries=(), batch=None)
+    assert "optimizer with less state" not in str(found)
+    assert "smaller batch" in str(found)
+
+
 def test_fragmentation_is_named_on_cuda_where_pytorch_holds_enough_in_pieces(monkeypatch):
     assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in str(told())
     assert "PyTorch holds 1.5 GiB in pieces" in str(told())

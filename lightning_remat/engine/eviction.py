@@ -210,7 +210,7 @@ class Eviction:
         return sum(self._seconds(s) for s in recipes.values()) / size
 
     def _seconds(self, source: Source) -> float:
-        recipe: Recipe = source.recipe  # type: ignore[assignment]
+        recipe: Recipe = source.recipe  # type: ignore[assignment]  # candidates have one
         if self.seconds is not None and recipe.position >= 0:
             return self.seconds(recipe.position)
         size, _, _, dtype = source.geometry[:4]  # type: ignore[index]  # what has a recipe has a geometry
@@ -246,7 +246,7 @@ class Eviction:
 
     def _record(self, source: Source) -> tuple[Value, Op]:
         """The record of the op that makes ``source``, whose inputs are there or have records."""
-        recipe: Recipe = source.recipe  # type: ignore[assignment]
+        recipe: Recipe = source.recipe  # type: ignore[assignment]  # candidates have one
         value = source.value() if source.value is not None else None
         if value is None:
             value = Value()
@@ -336,7 +336,7 @@ def _missing(source: Source) -> list[Source]:
     seen: set[int] = set()
     todo = [source]
     while todo:
-        recipe: Recipe = todo.pop().recipe  # type: ignore[assignment]
+        recipe: Recipe = todo.pop().recipe  # type: ignore[assignment]  # only sources with one are put there
         for s in _inputs(recipe):
             if id(s) in seen:
                 continue
@@ -347,7 +347,7 @@ def _missing(source: Source) -> list[Source]:
                 raise Gone
             found.append(s)
             todo.append(s)
-    found.sort(key=lambda s: s.recipe.index)  # type: ignore[union-attr]
+    found.sort(key=lambda s: s.recipe.index)  # type: ignore[union-attr]  # all of these have one
     return found
 
 

@@ -30,6 +30,7 @@ def default_generator(device: torch.device) -> torch.Generator:
     if not generators:
         raise NoGenerator(device.type)
     index: int | None = device.index  # the stubs say int, but "cuda" has none
+    # Of whatever device module it is.
     generator: torch.Generator = generators[module.current_device() if index is None else index]  # type: ignore[union-attr]
     return generator
 

@@ -79,8 +79,8 @@ def _patch(entries: list[Any], entry: Any) -> None:
     global _original
     with _lock:
         if not (_outside or _watchers or _guards):
-            _original = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
-            torch.autograd._engine_run_backward = _run_backward  # type: ignore[attr-defined]
+            _original = torch.autograd._engine_run_backward  # type: ignore[attr-defined]  # private to torch
+            torch.autograd._engine_run_backward = _run_backward  # type: ignore[attr-defined]  # private to torch
         entries.append(entry)
 
 
@@ -90,6 +90,7 @@ def _unpatch(entries: list[Any], entry: Any) -> None:
         if entry in entries:
             entries.remove(entry)
             if not (_outside or _watchers or _guards):
+                # Private to torch; set while entries are there.
                 torch.autograd._engine_run_backward = _original  # type: ignore[attr-defined, assignment]
 
 
@@ -163,7 +164,7 @@ def call_as_plain(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, bo
         What the op returned, and whether autocast was in force inside, which a replay does not bring back.
     """
     # The keys as they were when the op was called.
-    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
+    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]  # private to torch
         keys = [key for key in (*_LAZY_BITS, _VERSIONS) if not _excluded(key)]
         caller = _LEAVES_TO_AUTOCAST.get(func._schema.name)
         autocast = [] if caller is None else [key for key in _AUTOCAST if not _excluded(key)]

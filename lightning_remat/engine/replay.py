@@ -107,8 +107,8 @@ def missing_ops(value: Value) -> list[Op]:
     for op in found:  # grows while it is walked
         for v in op.needs:
             if v.tensor is None and v.op not in marks:
-                marks.add(v.op)  # type: ignore[arg-type]
-                found.append(v.op)  # type: ignore[arg-type]
+                marks.add(v.op)  # type: ignore[arg-type]  # a value without content has an op
+                found.append(v.op)  # type: ignore[arg-type]  # a value without content has an op
     found.sort(key=_index, reverse=True)
     return found
 
@@ -197,10 +197,10 @@ def _run_write(op: Op, extra: Extra) -> None:
         check_leaf(old)
         geometry = old.geometry
         if old.flags & OWNED and sys.getrefcount(old) <= _ONLY_THIS_OP:
-            base = old.tensor  # type: ignore[assignment]
+            base = old.tensor  # type: ignore[assignment]  # an input is present when its op runs
             old.tensor = None
         else:
-            base = storage_copy(old.tensor)  # type: ignore[arg-type]
+            base = storage_copy(old.tensor)  # type: ignore[arg-type]  # an input is present when its op runs
         target = base if first[1] == geometry else _seen_under(base, geometry, first[1])
     kwargs, _, rng = extra
     args = [target, *[_argument(a) if a.__class__ is tuple or a.__class__ is list else a for a in op.args[1:]]]
@@ -239,7 +239,7 @@ def _argument(a: Any) -> Any:
 
 def _conform(op: Op, position: int, out: Tensor, value: Value) -> Tensor:
     """Bring a replayed output whose geometry differs into the recorded one, or refuse."""
-    geometry: Geometry = value.geometry  # type: ignore[assignment]
+    geometry: Geometry = value.geometry  # type: ignore[assignment]  # set when the op was recorded
     size, stride, offset, dtype = geometry
     if out.dtype is not dtype and out.dtype is torch.get_default_dtype():
         # The op took its dtype from a global default that was another one in forward.

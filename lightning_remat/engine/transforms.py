@@ -45,6 +45,7 @@ def transforms_allowed(hooks: torch.autograd.graph.saved_tensors_hooks) -> Itera
         with _lock:
             _ours.remove(hooks)
             if not _ours:
+                # Set by the first to enter.
                 torch.autograd.graph.disable_saved_tensors_hooks = _original  # type: ignore[assignment]
 
 

@@ -92,7 +92,7 @@ def geometry_of(tensor: Tensor) -> Geometry:
 
 def view_of(value: Value, geometry: Geometry | None) -> Tensor:
     """The content of a present value under ``geometry`` (None: as it is); the same storage, never a copy."""
-    tensor: Tensor = value.tensor  # type: ignore[assignment]
+    tensor: Tensor = value.tensor  # type: ignore[assignment]  # the value is present
     if geometry is None:
         return tensor
     have = value.geometry
@@ -118,7 +118,7 @@ def from_storage(storage: torch.UntypedStorage, geometry: Geometry, device: torc
 
 def storage_copy(tensor: Tensor) -> Tensor:
     """The same geometry over a copy of the whole storage, whatever part of it ``tensor`` shows."""
-    copy = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
+    copy = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]  # torch's has no types
     return from_storage(copy, geometry_of(tensor), tensor.device)
 
 

@@ -127,6 +127,7 @@ class Writes(Sources):
             raise
         if old is not None:
             _mark_stale(old)
+        # A prepared write has its rule.
         if action == WRITE_ASK and not self.decide(op.extra[1], target):  # type: ignore[index, arg-type]
             self.dropped.pop(key, None)
             return out
@@ -136,6 +137,7 @@ class Writes(Sources):
         value.op = op
         value.tensor = value.version = None
         value.flags = 0 if old is None else old.flags & SPLIT
+        # Only what fills a storage has no old value.
         value.geometry = geometry_of(target) if op.args[0].__class__ is Blank else old.geometry  # type: ignore[union-attr]
         op.outs = ((0, weakref(value)),)
         if old is None:
@@ -182,7 +184,7 @@ def recorded_state(rule: Rule, args: Any, kwargs: dict[str, Any]) -> RecordedSta
 
 def _counts_with(tensor: Tensor, other: Tensor | None) -> bool:
     """Whether autograd will count a change of ``tensor``, and ``other`` shows that count: there is no way to ask."""
-    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
+    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]  # private to torch
         if _is_excluded(VERSIONED):
             return False
     if other is None or tensor.is_inference():

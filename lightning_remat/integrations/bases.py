@@ -117,6 +117,7 @@ def _parameters(base_class: type) -> set[str] | None:
     for c in base_class.__mro__:
         if "__init__" not in vars(c):
             continue
+        # Only its signature is read.
         parameters = inspect.signature(c.__init__).parameters.values()  # type: ignore[misc]
         names.update(p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD))
         if c.__name__ == "DDPStrategy":  # hands the rest to the wrapper

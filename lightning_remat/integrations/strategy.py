@@ -101,11 +101,11 @@ class RematStrategy(Recomputing, _Base):
         """Find the model's blocks and check the options against it, before anything else happens."""
         fit = is_fitting(trainer)
         if fit:
-            self.remat.bind(self.lightning_module)  # type: ignore[arg-type]
+            self.remat.bind(self.lightning_module)  # type: ignore[arg-type]  # attached by setup
         super().setup(trainer)
         if fit:
             # Again: by now the precision plugin or SyncBatchNorm may have put other modules in place of some.
-            self.remat.bind(self.lightning_module)  # type: ignore[arg-type]
+            self.remat.bind(self.lightning_module)  # type: ignore[arg-type]  # attached by setup
             self._guard.install(trainer)
             if self.is_global_zero:
                 log.info(self.remat.summary)
@@ -123,19 +123,20 @@ class RematStrategy(Recomputing, _Base):
         """Training begins, and is followed from here."""
         super().on_train_start()
         monitor = self._monitor = Monitor(self.remat)
-        monitor.start(self.lightning_module.trainer)  # type: ignore[union-attr]
+        monitor.start(self.lightning_module.trainer)  # type: ignore[union-attr]  # attached while training
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """A batch begins, and the one before is over."""
         super().on_train_batch_start(batch, batch_idx)
         if self._monitor is not None:
+            # Attached while training.
             self._monitor.batch_starts(self.lightning_module.trainer)  # type: ignore[union-attr]
 
     def on_train_end(self) -> None:
         """The last batch is over."""
         super().on_train_end()
         if self._monitor is not None:
-            self._monitor.end(self.lightning_module.trainer)  # type: ignore[union-attr]
+            self._monitor.end(self.lightning_module.trainer)  # type: ignore[union-attr]  # attached while training
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """The base's, with what recomputation has learned."""
@@ -196,7 +197,7 @@ def _placeholder(namespace: str) -> type:
     """A single-device strategy with the attributes that Lightning fills in only where it finds them."""
     strategies = strategies_of(namespace)
 
-    class Auto(strategies.SingleDeviceStrategy):  # type: ignore[misc, name-defined]
+    class Auto(strategies.SingleDeviceStrategy):  # type: ignore[misc, name-defined]  # a base that is known at run time
         cluster_environment = None
         parallel_devices = None
         num_nodes = 1
@@ -235,7 +236,7 @@ def _settle(strategy: Any) -> None:
     strategy.__dict__.clear()
     strategy.__class__ = strategy_class(base_class)
     strategy.remat, strategy._guard = given["remat"], given["_guard"]
-    base_class.__init__(strategy, **options)  # type: ignore[misc]
+    base_class.__init__(strategy, **options)  # type: ignore[misc]  # of the class that it has just become
     for name in ("_accelerator", "_precision_plugin", "_checkpoint_io"):
         if given.get(name) is not None:
             setattr(strategy, name, given[name])

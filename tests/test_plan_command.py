@@ -170,7 +170,7 @@ def test_what_configure_optimizers_may_return() -> None:
     ]
     for shape in shapes:
         module = torch.nn.Module()
-        module.configure_optimizers = lambda shape=shape: shape  # type: ignore[assignment]
+        module.configure_optimizers = lambda shape=shape: shape
         found = optimizers_of(module)
         assert found[0] is first
         assert len(found) == (2 if shape is shapes[-1] else 1)

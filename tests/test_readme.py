@@ -67,7 +67,7 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     }
 
 
-@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")  # Lightning's advice on the README's data
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.splitlines()[0][:40])
 def test_the_readme_runs(block: str, names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     """Every block of Python, in order of its lines."""

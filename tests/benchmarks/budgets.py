@@ -278,7 +278,7 @@ def _yes(flag: bool) -> str:
 
 def main(
     model: Annotated[list[str], typer.Option(help="May be given several times.")] = list(CASES),  # noqa: B006 - typer copies it
-    share: Annotated[list[float], typer.Option(help="Of the plain step's peak; several.")] = [0.75, 0.5, 0.35, 0.25],  # noqa: B006
+    share: Annotated[list[float], typer.Option(help="Of the plain step's peak; several.")] = [0.75, 0.5, 0.35, 0.25],  # noqa: B006 - the same
     plans: Annotated[int, typer.Option("--random", min=0, help="Random plans per model.")] = 0,
     tiny: Annotated[bool, typer.Option(help="The sizes that tests use.")] = False,
     tolerance: Annotated[float, typer.Option(help="How far a measured peak may be from its prediction.")] = 0.02,

@@ -70,7 +70,7 @@ def trainer(strategy: Any, callbacks: Sequence[Callback] = (), **options: Any) -
 
 def quiet() -> None:
     """No advice, no news."""
-    warnings.filterwarnings("ignore")
+    warnings.filterwarnings("ignore")  # advice that would stand between the rows of a table
     for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_remat"):
         logging.getLogger(name).setLevel(logging.ERROR)
 

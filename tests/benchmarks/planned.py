@@ -65,7 +65,7 @@ def settled(variant: Planned, yard: Yard, expected: dict[str, list[torch.Tensor]
         NoPlan: The budget is too small. Training would go on under the plan with the smallest peak.
     """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="policy='auto'")
+        warnings.filterwarnings("ignore", message="policy='auto'")  # a budget that no plan fits is a row like others
         different = [differences(expected, outcome(variant, yard.model, yard.batch)) for _ in range(STEPS_TO_SETTLE)]
     predicted = predicted_peak(variant)
     if predicted is not None and predicted > variant.step_peak:

@@ -102,7 +102,7 @@ def cases(
     """The op's samples, or ``limit`` of them spread over the list, in those of ``variants`` that it has."""
     torch.manual_seed(0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")  # what the database's samples warn of is not the subject
         samples = list(op.sample_inputs("cpu", dtype, requires_grad=True))
     chosen = set(range(len(samples)))
     if limit is not None and len(samples) > limit:
@@ -128,7 +128,7 @@ def run(case: Case, remat: Remat | None, *, inside: bool = False) -> Outcome:
     outcome = Outcome()
     torch.manual_seed(1)
     with warnings.catch_warnings(), _memory(filled=name_of(case.op) in READS_UNINITIALISED):
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")  # what the database's samples warn of is not the subject
         try:
             with remat if remat is not None else nullcontext():
                 outs, loss = _forward(case, leaves)

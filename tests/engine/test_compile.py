@@ -55,6 +55,7 @@ def trained(remat: Remat | None, how: str) -> tuple[list[Any], list[int]]:
 
 
 # Dynamo looks at .grad of what it wraps, and warns itself about that.
+# The compiler's own look at a tensor that is no leaf.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("policy", [recompute_all, "full", "selective"], ids=str)
 @pytest.mark.parametrize("how", ["blocks", "whole model", "whole model, graph breaks"])

@@ -10,7 +10,7 @@ from tests.engine.fuzz import LENGTH, POLICIES, check
 
 def _look(first: int, programs: int) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")  # random programs do what one is warned of; bits are compared
         faults = {seed: check(seed, range(LENGTH), list(POLICIES)) for seed in range(first, first + programs)}
     found = {seed: fault for seed, fault in faults.items() if fault is not None}
     assert not found, "\n".join(f"seed {seed}: {fault}" for seed, fault in found.items())
@@ -33,8 +33,8 @@ def test_the_comparison_sees_a_difference(monkeypatch: pytest.MonkeyPatch) -> No
     original = replay.run
 
     def wrong(op: object) -> None:
-        original(op)  # type: ignore[arg-type]
-        for _, reference in op.outs:  # type: ignore[attr-defined]
+        original(op)
+        for _, reference in op.outs:
             value = reference()
             if value is not None and value.tensor is not None and value.tensor.is_floating_point():
                 value.tensor.add_(1e-3)

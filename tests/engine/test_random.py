@@ -85,5 +85,5 @@ def test_own_generator() -> None:
         mask = torch.bernoulli(torch.full((4, 8), 0.6), generator=generator)
         return (net.b(net.a(X).sin() * mask).sin() * torch.rand((), generator=generator)).sum()
 
-    step.calls = 0  # type: ignore[attr-defined]
+    step.calls = 0
     assert_exact(Net(), step)

@@ -140,11 +140,11 @@ def test_without_arming_the_error_goes_up() -> None:
     model, x = net("gpt")
     tape = policy_tape(KEEP_ALL)
     eviction = evicting(tape)
-    original = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    original = torch.autograd._engine_run_backward
     disarm = arm(eviction)
     disarm()
     disarm()
-    assert torch.autograd._engine_run_backward is original  # type: ignore[attr-defined]
+    assert torch.autograd._engine_run_backward is original
     with on(tape):
         loss = model(x)
     with Failing([5]), pytest.raises(torch.OutOfMemoryError):
@@ -339,7 +339,7 @@ def test_fused_dropout_computes_the_same_under_a_mode() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("ignore")  # the same
 @pytest.mark.parametrize("op", [pytest.param(op, id=opdb.name_of(op)) for op in OPS])
 def test_safe_nodes_compute_the_same_under_a_mode_on_all_samples(op: OpInfo) -> None:
     check(op, limit=None)

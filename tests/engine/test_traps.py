@@ -76,12 +76,12 @@ def test_channels_last() -> None:
 
     class Probe(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, x):  # type: ignore[no-untyped-def]
+        def forward(ctx, x):
             ctx.save_for_backward(x)
             return x.clone()
 
         @staticmethod
-        def backward(ctx, g):  # type: ignore[no-untyped-def]
+        def backward(ctx, g):
             strides.append(ctx.saved_tensors[0].stride())
             return g
 
@@ -177,6 +177,7 @@ def test_sparse_nested_and_quantised_tensors_are_kept() -> None:
         return net.b(out * quantised.dequantize()).sin().sum()
 
     with warnings.catch_warnings():
+        # PyTorch's notices on nested (a prototype) and quantised tensors (to go).
         warnings.simplefilter("ignore")
         assert_exact(Net(), step)
 
@@ -199,7 +200,7 @@ def test_memory_that_unseen_code_writes() -> None:
 
     class Twice(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, x):  # type: ignore[no-untyped-def]
+        def forward(ctx, x):
             ctx.save_for_backward(x)
             out = torch.empty_like(x)
             np.multiply(x.detach().numpy(), 2, out=out.numpy())
@@ -208,7 +209,7 @@ def test_memory_that_unseen_code_writes() -> None:
             return zeros
 
         @staticmethod
-        def backward(ctx, g):  # type: ignore[no-untyped-def]
+        def backward(ctx, g):
             return g * 2 * ctx.saved_tensors[0].sign().abs()
 
     assert_exact(Net(), lambda net: net.b(Twice.apply(net.a(X) * 1.5).sin()).sin().sum())
@@ -238,7 +239,7 @@ def test_custom_ops_are_kept() -> None:
     assert_exact(Net(), step)
 
 
-@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
+@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")  # uncompiled on purpose
 def test_higher_order_ops_are_kept() -> None:
     """flex_attention: a function goes into it, and what comes out stays."""
     from torch.nn.attention.flex_attention import flex_attention
@@ -354,7 +355,7 @@ def test_users_own_hooks_and_modes() -> None:
     """Saved-tensor hooks and dispatch modes of the user's work inside and outside of ours."""
 
     class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             return func(*args, **(kwargs or {}))
 
     def step(net: Net) -> torch.Tensor:
@@ -418,13 +419,13 @@ def test_an_exception_in_mid_step(where: str) -> None:
         armed = True
 
         @staticmethod
-        def forward(ctx, x):  # type: ignore[no-untyped-def]
+        def forward(ctx, x):
             if Boom.armed and where == "forward":
                 raise ValueError("boom")
             return x.clone()
 
         @staticmethod
-        def backward(ctx, g):  # type: ignore[no-untyped-def]
+        def backward(ctx, g):
             if Boom.armed:
                 raise ValueError("boom")
             return g

@@ -38,10 +38,10 @@ def test_an_op_that_differs_from_run_to_run_is_kept(monkeypatch: pytest.MonkeyPa
     original = replay.run
 
     def noisy(op: object) -> None:
-        original(op)  # type: ignore[arg-type]
-        if op.func is torch.ops.aten.sin.default:  # type: ignore[attr-defined]
+        original(op)
+        if op.func is torch.ops.aten.sin.default:
             calls[0] += 1
-            for _, reference in op.outs:  # type: ignore[attr-defined]
+            for _, reference in op.outs:
                 value = reference()
                 if value is not None:
                     value.tensor.add_(1e-3)
@@ -57,7 +57,7 @@ def test_an_op_that_differs_from_run_to_run_is_kept(monkeypatch: pytest.MonkeyPa
     assert "aten.sin.default" in remat.verifier.different
     for name, grad in plain.grads.items():
         assert grad is not None
-        assert same_bits(grad, found.grads[name])  # type: ignore[arg-type]
+        assert same_bits(grad, found.grads[name])
     assert calls[0] > 0
 
 
@@ -78,10 +78,10 @@ def noisy_from(monkeypatch: pytest.MonkeyPatch, step_now: list[int], first: int)
     calls = [0]
 
     def noisy(op: object) -> None:
-        original(op)  # type: ignore[arg-type]
-        if step_now[0] >= first and op.func is torch.ops.aten.sin.default:  # type: ignore[attr-defined]
+        original(op)
+        if step_now[0] >= first and op.func is torch.ops.aten.sin.default:
             calls[0] += 1
-            for _, reference in op.outs:  # type: ignore[attr-defined]
+            for _, reference in op.outs:
                 if (value := reference()) is not None:
                     value.tensor.add_(1e-3)
 

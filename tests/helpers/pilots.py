@@ -17,6 +17,7 @@ MANY = 256
 """Rows of a batch whose activations are most of what a step takes."""
 
 BUDGETS = pytest.mark.parametrize("budget", [PLENTY, SCARCE, NOTHING])
+# Asked for on purpose: the plan with the smallest peak is what is tested.
 infeasible = pytest.mark.filterwarnings("ignore:policy='auto'. budget=.* is not feasible")
 """Said where a test is about something else."""
 

@@ -145,9 +145,9 @@ def measured_peak(remat: Remat) -> int:
     return peak
 
 
-def _known(remat: Remat | None):  # type: ignore[no-untyped-def]
+def _known(remat: Remat | None):
     assert remat is not None
-    return remat._pilot.known.roots[False]  # type: ignore[union-attr]
+    return remat._pilot.known.roots[False]
 
 
 def random_plan(trace: Trace, generator: random.Random) -> list[bool]:
@@ -165,7 +165,7 @@ class Traced:
 
     def __init__(self, model: nn.Module, batch: Batch) -> None:
         self.run = Run(copy.deepcopy(model), batch, Remat(policy="auto", budget=BUDGET))
-        pilot: Any = self.run.remat._pilot  # type: ignore[union-attr]
+        pilot: Any = self.run.remat._pilot
         torch.manual_seed(1)
         self.run.forward_backward()
         tracer = pilot._tracer

@@ -84,7 +84,7 @@ def regression_data(batches: int = 3, rows: int = 6) -> DataLoader[Any]:
     data = [
         (torch.randn(rows, 8, generator=generator), torch.randn(rows, 1, generator=generator)) for _ in range(batches)
     ]
-    return DataLoader(data, batch_size=None)  # type: ignore[arg-type]
+    return DataLoader(data, batch_size=None)
 
 
 @dataclass

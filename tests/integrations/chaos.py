@@ -292,7 +292,7 @@ def main(
 ) -> None:
     """Train with failures and without, and compare."""
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
+    warnings.filterwarnings("ignore")  # thousands of failures are announced
     table = Table(title=f"{steps} batches each, seed {seed}, failure rate {rate:g}", title_justify="left")
     for header in ("training", "policy", "batches\nfailed", "failures", "evictions", "retries", "different"):
         table.add_column(header, no_wrap=header in ("policy",))

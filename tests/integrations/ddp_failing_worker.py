@@ -32,7 +32,7 @@ class Fails(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         ctx.module.fail("backward")
         return gradient, None
 
@@ -120,7 +120,7 @@ ENDS = {
 def data() -> Any:
     """Other batches on each rank."""
     batches = list(regression_data(8))
-    return torch.utils.data.DataLoader(batches[RANK * 4 : RANK * 4 + 4], batch_size=None)  # type: ignore[arg-type]
+    return torch.utils.data.DataLoader(batches[RANK * 4 : RANK * 4 + 4], batch_size=None)
 
 
 def run(scenario: Scenario, strategy: Any, failures: tuple[tuple[int, int, str], ...], **options: Any) -> Any:

@@ -124,7 +124,7 @@ SCENARIOS = {
 def data() -> Any:
     """Other batches on each rank."""
     batches = list(regression_data(8))
-    return torch.utils.data.DataLoader(batches[RANK * 4 : RANK * 4 + 4], batch_size=None)  # type: ignore[arg-type]
+    return torch.utils.data.DataLoader(batches[RANK * 4 : RANK * 4 + 4], batch_size=None)
 
 
 def compare(scenario: Scenario) -> dict[str, Any]:

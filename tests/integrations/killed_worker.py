@@ -162,7 +162,7 @@ class Checkpoints(ModelCheckpoint):
 def train(folder: Path, ours: bool, die_at: int | None = None, resume: Path | None = None) -> dict[str, Any]:
     """Train, or go on; writes all that is left behind to ``folder/left.pt``."""
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
+    warnings.filterwarnings("ignore")  # nobody reads what a killed process says
     for name in ("lightning.pytorch", "pytorch_lightning"):
         logging.getLogger(name).setLevel(logging.ERROR)
     seed_everything(3)

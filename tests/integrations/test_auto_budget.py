@@ -23,8 +23,8 @@ SCARCE = 95_000
 NOTHING = 1
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:policy='auto'. budget=.* is not feasible"),
-    pytest.mark.filterwarnings("ignore:`training_step` returned `None`"),
+    pytest.mark.filterwarnings("ignore:policy='auto'. budget=.* is not feasible"),  # asked for on purpose
+    pytest.mark.filterwarnings("ignore:`training_step` returned `None`"),  # a skipped batch is a case
 ]
 BUDGETS = pytest.mark.parametrize("budget", [PLENTY, SCARCE, NOTHING])
 WAYS = pytest.mark.parametrize("way", ["strategy", "callback"])
@@ -60,7 +60,7 @@ def data(*rows: int) -> DataLoader[Any]:
     """One batch for each number of rows."""
     generator = torch.Generator().manual_seed(5)
     batches = [(torch.randn(n, 8, generator=generator), torch.randn(n, 1, generator=generator)) for n in rows]
-    return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+    return DataLoader(batches, batch_size=None)
 
 
 def lit(kind: type[Lit] = Lit) -> Callable[[], Lit]:
@@ -72,12 +72,12 @@ def trained(make: Callable[[], Any], loader: Any, budget: Any, way: str = "strat
         return train(make, loader, strategy=RematStrategy(budget=budget), **options)
     callback = RematCallback(budget=budget)
     result = train(make, loader, callbacks=lambda: [callback], **options)
-    result.trainer.strategy.remat = callback.remat  # type: ignore[attr-defined]
+    result.trainer.strategy.remat = callback.remat
     return result
 
 
 def pilot_of(result: Result) -> Pilot:
-    pilot = result.trainer.strategy.remat._pilot  # type: ignore[attr-defined]
+    pilot = result.trainer.strategy.remat._pilot
     assert isinstance(pilot, Pilot)
     return pilot
 
@@ -136,7 +136,7 @@ def test_strategy_and_callback_are_the_same(way: str) -> None:
 @WAYS
 def test_the_report_of_a_training(way: str) -> None:
     """Predicted and measured."""
-    remat = trained(lit(), data(*[32] * 6), SCARCE, way).trainer.strategy.remat  # type: ignore[attr-defined]
+    remat = trained(lit(), data(*[32] * 6), SCARCE, way).trainer.strategy.remat
     facts = remat.report().facts
     assert facts.measured_peak_bytes is not None
     assert abs(facts.measured_peak_bytes - facts.predicted_peak_bytes) <= 0.02 * facts.predicted_peak_bytes
@@ -144,7 +144,7 @@ def test_the_report_of_a_training(way: str) -> None:
     assert "net.layers" in str(remat.report())
 
 
-@pytest.mark.filterwarnings("ignore:policy='auto'. a profiler is running")
+@pytest.mark.filterwarnings("ignore:policy='auto'. a profiler is running")  # that is the case
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_lightnings_own_profiler(scheduled: bool, tmp_path: Path) -> None:
     """It sees what it would see, whatever we measure."""
@@ -205,7 +205,7 @@ def test_fit_again_with_the_same_trainer() -> None:
 def test_a_plan_saved_in_one_training_is_followed_in_the_next(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     first = trained(lit(), data(*[32] * 4), NOTHING)
-    first.trainer.strategy.remat.save_plan(path)  # type: ignore[attr-defined]
+    first.trainer.strategy.remat.save_plan(path)
     plain = train(lit(), data(*[32] * 4))
     again = train(lit(), data(*[32] * 4), str(path))
     assert again.difference(plain) == []

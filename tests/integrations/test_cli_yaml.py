@@ -154,7 +154,7 @@ def test_another_base_and_what_it_takes(tmp_path: Path) -> None:
     path = written(tmp_path, strategy=given)
     cli = LightningCLI(Model, Data, run=False, args=["--config", path])
     assert isinstance(cli.trainer.strategy, RematStrategy)
-    assert cli.trainer.strategy._ddp_kwargs == {"find_unused_parameters": True}  # type: ignore[attr-defined]
+    assert cli.trainer.strategy._ddp_kwargs == {"find_unused_parameters": True}
 
 
 def test_the_callback(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_the_callback(tmp_path: Path) -> None:
     file = written(tmp_path, callbacks=[given], strategy={"class_path": "SingleDeviceStrategy"})
     for args, budget in (((), "20GiB"), (("--trainer.callbacks.init_args.budget=10GiB",), "10GiB")):
         cli = run("--config", file, *args)
-        (callback,) = [c for c in cli.trainer.callbacks if isinstance(c, RematCallback)]  # type: ignore[attr-defined]
+        (callback,) = [c for c in cli.trainer.callbacks if isinstance(c, RematCallback)]
         assert options_of(callback.remat) == OPTIONS | {"budget": budget}
         assert callback.remat.counters.steps == 4
 

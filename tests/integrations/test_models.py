@@ -167,7 +167,7 @@ def loss_of(net: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 def run(name: str, strategy: RematStrategy | None) -> Result:
     generator = torch.Generator().manual_seed(11)
-    data = DataLoader([CASES[name].batch(generator) for _ in range(STEPS)], batch_size=None)  # type: ignore[arg-type]
+    data = DataLoader([CASES[name].batch(generator) for _ in range(STEPS)], batch_size=None)
     return train(lambda: Lit(CASES[name].build().train(), loss_of), data, strategy=strategy or "auto")
 
 

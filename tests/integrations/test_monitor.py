@@ -54,11 +54,11 @@ def trained(way: str, make: Callable[[], Any] = lit, batches: int = 6, rows: int
     if way == "strategy":
         strategy = RematStrategy(**ours)
         result = train(make, data, strategy=strategy, callbacks=lambda: callbacks, **options)
-        result.trainer.remat = strategy.remat  # type: ignore[attr-defined]
+        result.trainer.remat = strategy.remat
         return result
     callback = RematCallback(**ours)
     result = train(make, data, callbacks=lambda: [*callbacks, callback], **options)
-    result.trainer.remat = callback.remat  # type: ignore[attr-defined]
+    result.trainer.remat = callback.remat
     return result
 
 
@@ -102,7 +102,7 @@ def test_csv(way: str, every: int, tmp_path: Path) -> None:
     for row in ours:
         assert set(row) == expected | {"step"}  # what is not known is not there
         assert float(row["remat/replayed_ops"]) > 0
-    remat = result.trainer.remat  # type: ignore[attr-defined]
+    remat = result.trainer.remat
     verified = [float(row["remat/verified"]) for row in ours]
     assert verified == sorted(verified)
     assert remat.counters.verified >= verified[-1] > 0
@@ -140,7 +140,7 @@ def test_counters_that_others_fill(tmp_path: Path) -> None:
 
     class Counting(Lit):
         def training_step(self, batch: Any, index: int) -> Tensor:
-            counters = self.trainer.strategy.remat.counters  # type: ignore[attr-defined]
+            counters = self.trainer.strategy.remat.counters
             counters.evictions += 2
             counters.evicted_bytes += 100
             counters.out_of_memory += 1
@@ -261,7 +261,7 @@ def test_the_user_has_the_name_first() -> None:
 def test_the_bar_is_left_as_it_was_after_an_exception(way: str) -> None:
     bar = TQDMProgressBar()
     mine = lambda trainer, pl_module: {"mine": 1}  # noqa: E731  # an attribute of the instance, as users set it
-    bar.get_metrics = mine  # type: ignore[method-assign]
+    bar.get_metrics = mine
     with pytest.raises(ValueError, match="broken off"):
         trained(way, lambda: Failing(Net(), regression), policy="full", callbacks=[bar], enable_progress_bar=True)
     assert bar.get_metrics is mine
@@ -319,7 +319,7 @@ def test_a_warning_when_batches_are_retried_again_and_again() -> None:
     class Retried(Lit):
         def training_step(self, batch: Any, index: int) -> Tensor:
             if index >= 2:
-                self.trainer.strategy.remat.counters.retried_batches += 1  # type: ignore[attr-defined]
+                self.trainer.strategy.remat.counters.retried_batches += 1
             return super().training_step(batch, index)
 
     with pytest.warns(UserWarning, match=r"3 batches so far had to be run more than once.*policy='full'") as said:

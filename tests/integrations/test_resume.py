@@ -28,7 +28,8 @@ PLENTY = "1GiB"
 STEPS = 8
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:policy='auto'. budget=.* is not feasible"),
+    pytest.mark.filterwarnings("ignore:policy='auto'. budget=.* is not feasible"),  # asked for on purpose
+    # A resumed run writes beside the first.
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
 ]
 
@@ -69,7 +70,7 @@ class Place(Callback):
         return {
             "torch": torch.get_rng_state(),
             "python": random.getstate(),
-            "numpy": [str(numpy[0]), numpy[1].tolist(), *numpy[2:]],  # type: ignore[union-attr]
+            "numpy": [str(numpy[0]), numpy[1].tolist(), *numpy[2:]],
             "seen": self.seen,
         }
 
@@ -127,7 +128,7 @@ class Run:
         elif way == "callback":
             strategy = SingleDeviceStrategy("cpu")
             callbacks.append(RematCallback(budget=budget))
-            self.remat = callbacks[-1].remat  # type: ignore[attr-defined]
+            self.remat = callbacks[-1].remat
         self.trainer = trainer_for(strategy, callbacks, enable_checkpointing=True, **options)
         self.module = module
         seed_everything(4)
@@ -137,7 +138,7 @@ class Run:
             self._noting_what_is_traced(),
             pytest.raises(RuntimeError, match="down") if fail_at >= 0 else nullcontext(),
         ):
-            self.trainer.fit(module, batches, **fit)  # type: ignore[arg-type]
+            self.trainer.fit(module, batches, **fit)
         self.streams = random_streams()
 
     @contextmanager
@@ -280,7 +281,7 @@ def test_what_lies_in_which_checkpoint(way: str, tmp_path: Path) -> None:
     assert difference_in_bits(loaded.state_dict(), checkpoint["state_dict"]) == []
     strategy = RematStrategy(budget=SCARCE)
     with pytest.warns(UserWarning, match="callbacks used to create the checkpoint") as said:
-        trainer_for(strategy).validate(loaded, Batches(8), ckpt_path=path, verbose=False, weights_only=True)  # type: ignore[arg-type]
+        trainer_for(strategy).validate(loaded, Batches(8), ckpt_path=path, verbose=False, weights_only=True)
     assert "Remat" not in str(said[0].message)  # the others are missed
     assert strategy.remat.plan is None
 

@@ -182,6 +182,7 @@ PLAIN: dict[str, Result] = {}
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)
+# Both are cases: anomaly detection, and a batch that is skipped.
 @pytest.mark.filterwarnings(
     "ignore:You have turned on `Trainer\\(detect_anomaly=True\\)`", "ignore:`training_step` returned `None`"
 )
@@ -213,8 +214,8 @@ class Replacing(Precision):
     """A plugin that puts other modules in place of some, as those for low precision and SyncBatchNorm do."""
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        for block in module.net.layers:  # type: ignore[union-attr]
-            block.norm = nn.BatchNorm1d(block.norm.num_features)  # type: ignore[union-attr]
+        for block in module.net.layers:
+            block.norm = nn.BatchNorm1d(block.norm.num_features)
         return module
 
 

@@ -178,7 +178,7 @@ def test_other_sizes(rows: int, larger: bool, written: Path) -> None:
 def test_sizes_in_turn(rows: list[int], written: Path) -> None:
     remat = Remat(policy=str(written))
     assert_same_training(net, [batch(n) for n in rows], remat=remat)
-    assert not remat._pilot.given_up  # type: ignore[union-attr]
+    assert not remat._pilot.given_up
 
 
 def test_a_copy_finds_the_file_from_another_folder(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:

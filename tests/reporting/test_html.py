@@ -50,7 +50,7 @@ class Page(HTMLParser):
 def report(name: str = "layers.{}", **options: object) -> PlanReport:
     trace = transformer_trace(4, tokens=1024, width=256, vocabulary=512, name=name)
     result = plan_by_hand(trace, budget_bytes=45 * MIB, static_bytes=20 * MIB)
-    return plan_report(result, [name.format(i) for i in range(4)], **options)  # type: ignore[arg-type]
+    return plan_report(result, [name.format(i) for i in range(4)], **options)
 
 
 def test_the_page_is_well_formed() -> None:

@@ -25,7 +25,7 @@ BLOCKS = [f"layers.{i}" for i in range(6)]
 
 
 def small(**options: object) -> Trace:
-    return transformer_trace(6, tokens=TOKENS, width=WIDTH, vocabulary=128, **options)  # type: ignore[arg-type]
+    return transformer_trace(6, tokens=TOKENS, width=WIDTH, vocabulary=128, **options)
 
 
 def result_of(trace: Trace, drop: tuple[bool, ...], **options: int) -> PlanResult:

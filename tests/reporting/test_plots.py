@@ -25,7 +25,7 @@ BLOCKS = [f"layers.{i}" for i in range(4)]
 def report(budget: int = 45 * MIB, static: int = 20 * MIB, trace: Trace | None = None, **options: object) -> PlanReport:
     trace = trace or transformer_trace(4, tokens=1024, width=256, vocabulary=512)
     result = plan_by_hand(trace, budget_bytes=budget, static_bytes=static)
-    return plan_report(result, BLOCKS, **options)  # type: ignore[arg-type]
+    return plan_report(result, BLOCKS, **options)
 
 
 def measured() -> PlanReport:

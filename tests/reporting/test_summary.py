@@ -12,7 +12,7 @@ def told(counters: Counters, **options: object) -> str:
         "recompute_seconds": 2.0,
         "verifies": False,
     }
-    return in_lines(Training(counters=counters, **(given | options)))  # type: ignore[arg-type]
+    return in_lines(Training(counters=counters, **(given | options)))
 
 
 def test_what_did_not_happen_has_no_line() -> None:
@@ -70,8 +70,8 @@ def test_many_notes_lose_their_middle() -> None:
 
 def test_counts_of_this_training_only() -> None:
     """Everything that is counted is the difference, and every field is considered."""
-    before = Counters(*range(1, 14), notes=["old"])  # type: ignore[arg-type]
-    now = Counters(*range(101, 114), notes=["old", "new"])  # type: ignore[arg-type]
+    before = Counters(*range(1, 14), notes=["old"])
+    now = Counters(*range(101, 114), notes=["old", "new"])
     found = since(now, before)
     assert found.notes == ["new"]
     for name in ("steps", "out_of_memory", "evictions", "evicted_bytes", "retries", "retried_batches", "verified"):

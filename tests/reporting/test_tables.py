@@ -29,7 +29,7 @@ class Model(nn.Module):
 def text_of(table: object, width: int = 110) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(table)
-    return console.file.getvalue()  # type: ignore[attr-defined]
+    return console.file.getvalue()
 
 
 def test_the_report_adds_up() -> None:
@@ -66,7 +66,7 @@ def test_what_autograd_keeps() -> None:
     ]
     console = Console(file=io.StringIO(), width=100, color_system=None)
     print_kept(Model(), X, rows=2, console=console)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = console.file.getvalue()
     assert "smaller activations" in text
     assert "parameters, buffers and inputs" in text
 

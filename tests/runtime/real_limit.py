@@ -198,7 +198,7 @@ def peak(shape: Shape, strategy: str) -> int:
 def quiet() -> None:
     """One thread, no advice."""
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
+    warnings.filterwarnings("ignore")  # advice; what counts is written as JSON
     for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning"):
         logging.getLogger(name).setLevel(logging.ERROR)
 

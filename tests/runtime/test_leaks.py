@@ -93,7 +93,7 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
         for layer in self.model.layers:
-            layer.hidden.clear()  # type: ignore[union-attr, operator]
+            layer.hidden.clear()
 
     def backward_after(self) -> None:
         with self.remat:
@@ -233,7 +233,7 @@ def test_a_dropped_value_is_gone_when_forward_is_over(policy: Any) -> None:
     for _ in range(2):  # the first step keeps a ledger, the second does not
         with training.remat:
             loss = training.loss()
-            alive = [not h.expired() for layer in training.model.layers for h in layer.hidden]  # type: ignore[union-attr]
+            alive = [not h.expired() for layer in training.model.layers for h in layer.hidden]
             assert alive == [False] * 3
         loss.backward()
         training.update()

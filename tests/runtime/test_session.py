@@ -81,7 +81,7 @@ def test_a_step_without_blocks_says_so() -> None:
 @pytest.mark.parametrize("budget", [0, -1, "0", "zero", "10 apples", "0%", "101%", 1.5, True, "", [1]], ids=str)
 def test_a_budget_that_is_no_size_is_refused(budget: object) -> None:
     with pytest.raises(ConfigurationError, match=r"^budget=.*(give bytes|a share of the device)"):
-        Remat(budget=budget)  # type: ignore[arg-type]
+        Remat(budget=budget)
 
 
 def test_sizes() -> None:
@@ -108,7 +108,7 @@ def test_offload_is_refused_until_it_exists() -> None:
 
 def test_verify_is_a_switch() -> None:
     with pytest.raises(ConfigurationError, match="verify='yes'"):
-        Remat(verify="yes")  # type: ignore[arg-type]
+        Remat(verify="yes")
 
 
 def test_auto_plans_what_the_budget_has_room_for(caplog: pytest.LogCaptureFixture) -> None:
@@ -171,7 +171,7 @@ def test_the_model_is_not_touched() -> None:
 )
 def test_a_pattern_that_matches_nothing_in_a_plain_loop(options: dict[str, object]) -> None:
     """The model is met in the first step; the error comes at its end, before anything has been trained."""
-    remat = Remat(**options)  # type: ignore[arg-type]
+    remat = Remat(**options)
     with pytest.raises(ConfigurationError, match=r"matches no submodule.*blocks\.0"), remat:
         Model()(X)
 
@@ -205,11 +205,11 @@ def test_verification_waits_while_memory_is_measured() -> None:
     remat = Remat(policy="auto", budget=1, verify_every_n_steps=3)
     x, watched, verified = torch.linspace(-1, 1, 256 * 8).reshape(256, 8), [], []
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "policy='auto': budget=.* is not feasible")
+        warnings.filterwarnings("ignore", "policy='auto': budget=.* is not feasible")  # asked for on purpose
         for _ in range(9):
             with remat:
-                watched.append(remat._pilot.watching)  # type: ignore[union-attr]
-                verified.append(remat.verifier in remat._active.observers)  # type: ignore[union-attr]
+                watched.append(remat._pilot.watching)
+                verified.append(remat.verifier in remat._active.observers)
                 loss = model(x).square().mean()
             loss.backward()
             model.zero_grad(set_to_none=True)

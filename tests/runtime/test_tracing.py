@@ -38,7 +38,7 @@ def traced(model: nn.Module, *batch: Tensor) -> tuple[Remat, Tracer, Trace]:
         loss = model(*batch)
     loss.backward()
     model.zero_grad()
-    tracer: Any = remat._pilot._tracer  # type: ignore[union-attr]
+    tracer: Any = remat._pilot._tracer
     tracer.stop()
     return remat, tracer, tracer.trace()
 

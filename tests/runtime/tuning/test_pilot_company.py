@@ -138,7 +138,7 @@ def test_two_engines_in_turn() -> None:
 
 
 @pytest.mark.allow_leak("dispatch mode flags")  # PyTorch keeps one for all threads, and puts back what another one set
-@pytest.mark.filterwarnings("ignore:policy='auto'. a profiler is running")
+@pytest.mark.filterwarnings("ignore:policy='auto'. a profiler is running")  # that is the case
 def test_a_loop_on_each_of_several_threads() -> None:
     """PyTorch has one profiler for the whole process: one step is traced at a time, and all get their plans."""
     from threading import Thread
@@ -231,7 +231,7 @@ def _no_collector() -> Iterator[None]:
         yield
 
 
-@pytest.mark.filterwarnings("ignore:policy='auto'. no backward was seen")
+@pytest.mark.filterwarnings("ignore:policy='auto'. no backward was seen")  # that is the case
 @pytest.mark.usefixtures("_no_collector")
 @pytest.mark.parametrize(
     "way",
@@ -299,7 +299,7 @@ def test_the_report() -> None:
     for _ in range(5):
         usual_without_copies(loop)
     report = remat.report()
-    facts = report.facts  # type: ignore[union-attr]
+    facts = report.facts
     assert facts.measured_peak_bytes is not None
     assert abs(facts.measured_peak_bytes - facts.predicted_peak_bytes) < 0.02 * facts.predicted_peak_bytes
     assert facts.measured_extra_seconds is not None

@@ -150,7 +150,7 @@ WAYS = (
 )  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:policy='auto'. no backward was seen")
+@pytest.mark.filterwarnings("ignore:policy='auto'. no backward was seen")  # that is the case
 @pytest.mark.parametrize("budget", [PLENTY, NOTHING])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @infeasible
@@ -197,6 +197,7 @@ def test_an_op_that_differs_is_kept_by_every_plan() -> None:
     remat = Remat(budget=NOTHING, verify=True)
     loop = Loop(net(), remat)
     with warnings.catch_warnings():
+        # Of the op that differs, and of the budget that no plan fits: both on purpose.
         warnings.simplefilter("ignore")
         for i in range(5):
             usual(loop, batch(16))

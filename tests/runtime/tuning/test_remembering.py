@@ -34,6 +34,7 @@ ROOM = 300_000
 """Less than what all activations take, and more than the least."""
 
 SHAPES = (64, 64, MANY, 64, 100, MANY, 30, 30, 100)
+# What is damaged on purpose is said to be; that it is said has a test of its own.
 damaged = pytest.mark.filterwarnings("ignore:the state of recomputation in the checkpoint cannot be used")
 pytestmark = infeasible
 
@@ -111,13 +112,13 @@ def test_training_goes_on_in_every_bit_and_traces_nothing(rows: tuple[int, ...],
 
 def test_the_plan_in_force_is_that_of_before_from_the_first_step_on() -> None:
     before = learned(MANY, MANY, MANY)
-    drop = before.plan.chosen.drop  # type: ignore[union-attr]
+    drop = before.plan.chosen.drop
     assert any(drop)
     after = exact_with(before.state_dict(), MANY)
     assert after.plan is not None
     assert after.plan.chosen.drop == drop
     assert after.stats.recorded_ops == before.stats.recorded_ops
-    assert pilot_of(after).main.measured is not None  # type: ignore[union-attr]
+    assert pilot_of(after).main.measured is not None
 
 
 def test_a_state_outlives_bind_before_and_after_it() -> None:
@@ -185,8 +186,8 @@ def test_another_version_of_pytorch_has_peaks_measured_again() -> None:
     before = state["budget"]["steps"][0]["tuning"]["measured_peak_bytes"]
     remat = exact_with(state, MANY, MANY)
     remat.close()
-    assert pilot_of(remat).main.measured.peak_bytes == before  # type: ignore[union-attr]
-    assert pilot_of(remat).main.tries == 0  # type: ignore[union-attr]
+    assert pilot_of(remat).main.measured.peak_bytes == before
+    assert pilot_of(remat).main.tries == 0
 
 
 def test_an_op_that_is_not_there_takes_its_steps_along() -> None:
@@ -319,6 +320,7 @@ PACKED = ("trace", "sizes", "others", "candidates")
 
 
 @damaged
+# Numbers that make no sense may leave the planner without a plan, which it says.
 @pytest.mark.filterwarnings("ignore:policy='auto'. no plan could be made")
 @settings(max_examples=150)
 @given(choice=st.integers(0, 10**6), within=st.integers(0, 10**6), value=VALUES)

@@ -83,7 +83,7 @@ def test_a_line(room: int, slope: float, offset: int) -> None:
     device = Device(DENSE, lambda predicted: max(1, int(slope * predicted + offset)))
     tuner = Tuner(room)
     chosen = tune(tuner, device)
-    best = max((p for p in DENSE if device.measure(p) <= room), default=DENSE[0])  # type: ignore[operator]
+    best = max((p for p in DENSE if device.measure(p) <= room), default=DENSE[0])
     assert chosen >= best - 0.02 * room / slope - 500
     assert device.steps <= 5
 
@@ -107,7 +107,7 @@ def test_a_jump(room: int, at: int, height: int) -> None:
     """From a plan on, a kernel with a large workspace is taken."""
     device = Device(DENSE, lambda predicted: predicted + (height if predicted >= at else 0))
     chosen = tune(Tuner(room), device)
-    best = max((p for p in DENSE if device.measure(p) <= room), default=DENSE[0])  # type: ignore[operator]
+    best = max((p for p in DENSE if device.measure(p) <= room), default=DENSE[0])
     measured = device.measure(chosen)
     assert measured is not None
     assert measured <= room or chosen == DENSE[0]

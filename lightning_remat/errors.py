@@ -5,6 +5,7 @@ RematError
 │   ├── BudgetError                          no plan fits into the budget
 │   └── PlanFileError                        a plan file that cannot be read or written
 ├── NoMemoryLeft (also torch.OutOfMemoryError)  a step does not fit even under the plan that needs least
+├── OffloadError (also a RuntimeError)       what has left the device cannot be had back, or cannot leave it
 ├── ReplayError (also a RuntimeError)        a dropped value cannot be computed again as it was
 └── RestoreError (also a RuntimeError)       what a failed step changed cannot be put back; nothing was
 """
@@ -79,6 +80,10 @@ class NoMemoryLeft(RematError, torch.OutOfMemoryError):
     def __reduce__(self) -> tuple[type[NoMemoryLeft], tuple[Any, ...]]:
         """With its figures: errors travel between processes."""
         return type(self), (str(self), self.asked_bytes, self.free_bytes, self.held, self.tries, self.irreversible)
+
+
+class OffloadError(RematError, RuntimeError):
+    """What has left the device cannot be had back as it was, or cannot leave it."""
 
 
 class ReplayError(RematError, RuntimeError):

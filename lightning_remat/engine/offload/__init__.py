@@ -1,0 +1,1 @@
+"""Kept values that leave the device, and come back when backward asks for them."""

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lightning_remat.engine.generators import RecordedState
 from lightning_remat.engine.out_of_memory import bytes_asked, is_out_of_memory
-from lightning_remat.engine.replay import run
+from lightning_remat.engine.replay import missing_ops, run
 from lightning_remat.engine.rules import rule_for
 from lightning_remat.engine.sources import Recipe, Source, Sources
 from lightning_remat.engine.store import alias
@@ -243,6 +243,24 @@ class Eviction:
         value.geometry = source.geometry
         value.op = op
         return storage is not None and storage() is None
+
+    def rebuild(self, value: Value) -> bool:
+        """Compute a value again from its recipe, in place of the way that it has; whether that can be done."""
+        source: Source | None = getattr(value, "source", None)
+        if source is None or source.recipe is None:
+            return False
+        try:
+            between = [self._record(s) for s in _missing(source)]
+            _, op = self._record(source)
+        except Gone:
+            return False
+        del between
+        value.geometry = source.geometry
+        value.op = op
+        ops = missing_ops(value)
+        while ops:
+            run(ops.pop())
+        return True
 
     def _record(self, source: Source) -> tuple[Value, Op]:
         """The record of the op that makes ``source``, whose inputs are there or have records."""

@@ -162,6 +162,9 @@ class Ledger:
                 line.kept_bytes += storage.nbytes()
                 self._counted[weakref(storage, self._forget_counted)] = None
 
+    def left(self, tensor: Tensor, value: Value) -> None:
+        """A content leaves the device."""
+
     def still_read(self, values: Iterable[Value]) -> None:
         """The step is over, and recorded ops that backward may need go on reading these values."""
         for value in values:

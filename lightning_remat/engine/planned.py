@@ -34,27 +34,36 @@ _grad_enabled = torch.is_grad_enabled
 
 Instruction = tuple[Any, int, int]
 """(overload, action, elements of its first output); elements of -1 are of no interest, below that see careful_script.
-In a script from a file, at first: (overload's name, 1 if its outputs are dropped, elements)."""
+In a script from a file, at first: (overload's name, DROPPED or MOVED or 0, elements)."""
+
+DROPPED, MOVED = 1, 2
 
 Script = list[Instruction]
 
 
-def action_for(rule: Rule, drop: bool) -> int:
-    """The tape's action for a counted op whose outputs are to be dropped or kept."""
-    return FULL.action(rule) if drop else KEEP_ALL.action(rule)
+MOVE = 32
+"""Added to the action of an op whose outputs are kept: they may leave the device."""
 
 
-def script_for(functions: Sequence[Any], sizes: Sequence[int], drop: Sequence[bool]) -> Script:
+def action_for(rule: Rule, drop: bool, move: bool = False) -> int:
+    """The tape's action for a counted op whose outputs are to be dropped, or kept, on the device or elsewhere."""
+    return FULL.action(rule) if drop else KEEP_ALL.action(rule) + MOVE * move
+
+
+def script_for(
+    functions: Sequence[Any], sizes: Sequence[int], drop: Sequence[bool], move: Sequence[bool] = ()
+) -> Script:
     """Instructions for a plan.
 
     Args:
         functions: the overload of each counted op.
         sizes: elements of its first output.
         drop: whether its outputs are dropped.
+        move: whether they leave; empty: none do.
     """
     return [
-        (function, action_for(rule_for(function), dropped), size)
-        for function, size, dropped in zip(functions, sizes, drop, strict=True)
+        (function, action_for(rule_for(function), dropped, moved), size)
+        for function, size, dropped, moved in zip(functions, sizes, drop, move or [False] * len(drop), strict=True)
     ]
 
 
@@ -145,6 +154,12 @@ class PlannedTape(Tape):  # type: ignore[no-untyped-call]  # torch's __init_subc
                 self._note_kept(func, args, kwargs, out)
         elif WRITE <= action <= WRITE_KEEP:
             out = self._write(action, func, args, kwargs or {})
+            if self.leaving:
+                self.must_stay(out)
+        elif action >= MOVE:
+            out = self.act(action - MOVE, func, args, kwargs)
+            if self.mover is not None:
+                self.may_leave(func, out)
         else:
             out = self._dispatch_rest(action, func, args, kwargs or {})
         if size != -1:
@@ -181,7 +196,7 @@ class PlannedTape(Tape):  # type: ignore[no-untyped-call]  # torch's __init_subc
         if expected != rule.name:
             return None
         # A script from a file knows names, and 1 for what is dropped; from now on it knows the op.
-        action = action_for(rule, bool(action))
+        action = action_for(rule, action == DROPPED, action == MOVED)
         self.script[position] = (func, action, size)
         return action, size
 

@@ -132,7 +132,7 @@ class Regions:
         if part.per_segment is not None and not part.open:
             for a in args:
                 if a.__class__ is Tensor:
-                    tape.keep(a)
+                    tape.keep_border(a)
                 else:
                     keep_all(tape, a)
             if kwargs:
@@ -156,7 +156,7 @@ class Regions:
             tape.actions = entry[1]
         elif part.calls % part.per_segment == 0 or part.calls >= part.expected:
             if output.__class__ is Tensor:
-                tape.keep(output)
+                tape.keep_border(output)
             else:
                 keep_all(tape, output)
             part.open = False
@@ -166,7 +166,7 @@ class Regions:
 def keep_all(tape: Tape, value: Any) -> None:
     """Keep every tensor in ``value``."""
     for tensor in tensors_in(value):
-        tape.keep(tensor)
+        tape.keep_border(tensor)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

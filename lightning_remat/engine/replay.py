@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_remat.engine.generators import call_rewound
+from lightning_remat.engine.offload.moved import Moved, bring_back
 from lightning_remat.engine.plain import replay_as_plain
 from lightning_remat.engine.values import OWNED, Blank, Extra, Geometry, Op, Value, check_leaf, storage_copy, view_of
 from lightning_remat.errors import ReplayError
@@ -73,7 +74,7 @@ def restore(value: Value, clock: Clock, room: Room | None = None) -> None:
     _set_grad_enabled(True)
     try:
         with _BelowAutograd(), _DisableAutocast():
-            clock.replayed_ops += len(ops)
+            clock.replayed_ops += sum([op.func.__class__ is not Moved for op in ops])
             if clock.on_replay is not None:
                 _run_timed(ops, clock.on_replay, room)
             while ops:
@@ -120,6 +121,9 @@ def run(op: Op) -> None:
     """Run one recorded op whose inputs are present, and hand its outputs to the values that wait for them."""
     extra = op.extra
     if extra is None:
+        if op.func.__class__ is Moved:
+            bring_back(op)
+            return
         tensor = value = a = None
         args: list[Any] = []
         add = args.append

@@ -53,6 +53,9 @@ class Observer(Protocol):
     def kept(self, tensor: Tensor, value: Value) -> None:
         """A dropped value is kept after all."""
 
+    def left(self, tensor: Tensor, value: Value) -> None:
+        """A content that would be kept leaves the device."""
+
 
 def forgetter(table: dict[Any, Any]) -> Callable[[Any], None]:
     """A weak reference's callback that removes its entry; quiet if that has gone already."""
@@ -83,6 +86,7 @@ class Store:
         super().__init__()
         self.bits = False
         self.dropped: dict[Any, Value] = {}
+        self.leaving: dict[Any, None] = {}
         self.leaves: dict[Any, Any] = {}
         self.parameters: dict[int, Ref] = {}
         self._forget_dropped = forgetter(self.dropped)
@@ -104,6 +108,8 @@ class Store:
             if kind is Tensor:
                 storage = a.untyped_storage()
                 value = dropped.get(weakref(storage))
+                if value is None and self.leaving and (key := weakref(storage)) in self.leaving:
+                    value = self.leave(a, key)
                 if value is None:
                     a = self._leaf_ref(a, storage)
                 else:
@@ -124,6 +130,13 @@ class Store:
                 raise Unrecordable
             out.append(a)
         return out
+
+    def leave(self, tensor: Tensor, key: Any) -> Value | None:
+        """Something is about to hold a content that may leave the device: the value that it becomes; None if it stays.
+
+        What may is in ``leaving``; see :class:`~lightning_remat.engine.leaving.Leaving`.
+        """
+        return None
 
     def _keywords(self, kwargs: dict[str, Any] | None, needs: list[Value]) -> dict[str, Any]:
         return dict(zip(kwargs, self._arguments(kwargs.values(), needs), strict=True)) if kwargs else {}

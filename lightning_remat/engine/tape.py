@@ -336,6 +336,8 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         except (NotImplementedError, RuntimeError):
             return (tensor, None)
         value = self.dropped.get(key)
+        if value is None and key in self.leaving and tensor.__class__ is Tensor:
+            value = self.leave(tensor, key)
         if value is None:
             version = tensor._version
             if self.eviction is not None and tensor.__class__ is Tensor and not tensor.is_inference():
@@ -360,12 +362,23 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         return packed
 
     def unpack(self, packed: Any) -> Tensor:
-        """Give autograd back what it saved, computing it again first if it was dropped.
+        """Give autograd back what it saved, computing it again or fetching it first if it is not there.
 
         Raises:
             RuntimeError: the tensor was changed in place after it was saved; plain PyTorch raises here too.
             ReplayError: see :func:`~lightning_remat.engine.replay.restore`.
+            OffloadError: it had left the device and cannot be had back.
         """
+        tensor = self._unpacked(packed)
+        if self.mover is not None and self.mover.moved:
+            paused, self.paused = self.paused, True
+            try:
+                self.mover.pump()
+            finally:
+                self.paused = paused
+        return tensor
+
+    def _unpacked(self, packed: Any) -> Tensor:
         if packed.__class__ is Saved:
             there = packed.there()
             if there is not None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_remat.engine.generators import call_rewound
+from lightning_remat.engine.offload.moved import Moved, moved_of
 from lightning_remat.engine.out_of_memory import is_out_of_memory
 from lightning_remat.engine.plain import call_as_plain
 from lightning_remat.engine.replay import Clock, missing_ops, restore
@@ -95,10 +96,12 @@ class Verifier:
         if packed[0].__class__ is not Value or packed[0].tensor is not None:
             return
         value: Value = packed[0]
+        if moved_of(value) is not None:
+            return  # nothing is computed
         if value.op is not None and _is_scratch(value, value.op):
             return
         ops = missing_ops(value)
-        rules = [rule_for(op.func) for op in ops]
+        rules = [rule_for(op.func) for op in ops if op.func.__class__ is not Moved]
         if self._left <= 0 or self._stopped or all(rule.name in self.checked for rule in rules):
             return
         self._left -= len(ops) * tensor.numel() * tensor.element_size()
@@ -118,6 +121,9 @@ class Verifier:
 
     def kept(self, tensor: Tensor, value: Value) -> None:
         """Nothing to check: it stays."""
+
+    def left(self, tensor: Tensor, value: Value) -> None:
+        """Nothing to check: it is not computed again."""
 
     def _differs(self, rules: list[Rule], out: Any) -> None:
         self.differed += 1
@@ -159,7 +165,7 @@ def _computed_again(value: Value, ops: list[Op], geometry: Any, tape: Tape | Non
         return view_of(value, geometry).clone()
     finally:
         for v, op in touched:
-            v.tensor, v.op = None, op
+            v.tensor, v.op, v.version = None, op, None
             v.flags &= ~OWNED
         if tape is not None:
             tape.paused = paused

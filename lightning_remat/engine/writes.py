@@ -10,9 +10,11 @@ from torch import Tensor
 
 from lightning_remat.engine.actions import WRITE_ASK, WRITE_KEEP, Ask
 from lightning_remat.engine.generators import NoGenerator, RecordedState, state_before
+from lightning_remat.engine.leaving import Leaving, part_from
+from lightning_remat.engine.offload.moved import moved_of
 from lightning_remat.engine.plain import call_as_plain
 from lightning_remat.engine.rules import Rule, rule_for
-from lightning_remat.engine.sources import Sources, is_drawn
+from lightning_remat.engine.sources import is_drawn
 from lightning_remat.engine.store import VERSIONED, Unrecordable, alias
 from lightning_remat.engine.values import PACKED, SPLIT, STALE, Blank, Op, Value, geometry_of
 
@@ -21,7 +23,7 @@ _grad_enabled = torch.is_grad_enabled
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 
 
-class Writes(Sources):
+class Writes(Leaving):
     """What a write does to the tables.
 
     Attributes:
@@ -120,6 +122,8 @@ class Writes(Sources):
         func = op.func
         if self.eviction is not None:
             self._lose_source(key)
+        if old is not None and self.mover is not None:
+            part_from(old, target.untyped_storage())
         try:
             out = func._op(*args, **kwargs) if kwargs else func._op(*args)
         except BaseException:
@@ -159,6 +163,9 @@ class Writes(Sources):
         if self.eviction is not None:
             self._lose_source(key)
         value = self.dropped.get(key)
+        moved = moved_of(value)
+        if moved is not None:
+            moved.seal()  # whose version the storage will no longer have
         if value is not None:
             if not value.flags & PACKED:
                 return func(*args, **kwargs)

@@ -73,6 +73,9 @@ class _Listener:
     def packed(self, tensor: Tensor, packed: Any) -> None:
         """Autograd has saved a tensor; see :meth:`TracingTape.pack`."""
 
+    def left(self, tensor: Tensor, value: Value) -> None:
+        """Nothing leaves a traced step."""
+
     def kept(self, tensor: Tensor, value: Value) -> None:
         """A value is kept after all."""
         self.tape.kept_after_all(tensor)

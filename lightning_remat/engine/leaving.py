@@ -1,0 +1,127 @@
+"""What of a step may leave the device, and the moment in which it does: when something first holds it.
+
+That is autograd, a recorded op that reads it, or the border of a block. Before that moment a content may still be
+written to, also by code that the dispatcher does not show (into memory from a factory function).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import ref as weakref
+
+import torch
+from torch import Tensor
+
+from lightning_remat.engine.offload.moved import fetch_op, moved_of
+from lightning_remat.engine.offload.mover import Mover
+from lightning_remat.engine.rules import rule_for
+from lightning_remat.engine.sources import Sources
+from lightning_remat.engine.store import alias, forgetter
+from lightning_remat.engine.values import Value, storage_copy
+
+_STRIDED = torch.strided
+_NoModes = torch._C._DisableTorchDispatch
+_ORDINARY = frozenset({"pure", "blank", "write"})
+
+
+class Leaving(Sources):
+    """The table of storages whose content may leave.
+
+    Attributes:
+        mover: moves them; None: nothing leaves.
+        borders: what crosses the border of a block leaves.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mover: Mover | None = None
+        self.borders = False
+        self._forget_leaving = forgetter(self.leaving)
+
+    def clear(self) -> None:
+        """Forget the step: nothing that autograd does not hold stays alive."""
+        super().clear()
+        self.leaving.clear()
+
+    def may_leave(self, func: Any, out: Any) -> None:
+        """What an op has made may leave, unless it is a view."""
+        if rule_for(func).form not in _ORDINARY:
+            return
+        leaving = self.leaving
+        for o in out if isinstance(out, (tuple, list)) else (out,):
+            if o.__class__ is Tensor and o.layout is _STRIDED:
+                leaving[weakref(o.untyped_storage(), self._forget_leaving)] = None
+
+    def must_stay(self, out: Any) -> None:
+        """What an op has written is another content than the one that might leave."""
+        for o in out if isinstance(out, (tuple, list)) else (out,):
+            if o.__class__ is Tensor and o.layout is _STRIDED:
+                self.leaving.pop(weakref(o.untyped_storage()), None)
+
+    def leave(self, tensor: Tensor, key: Any) -> Value | None:
+        """Something is about to hold a content that is in the table: have it leave; None if it stays."""
+        mover = self.mover
+        storage = tensor.untyped_storage()
+        if mover is None or key in self.leaves or id(storage) in self.parameters or tensor.is_inference():
+            return None
+        with _NoModes():
+            moved = mover.leave(alias(tensor))
+        if moved is None:
+            self.leaving.pop(key, None)
+            return None
+        value = Value()
+        value.flags = 0
+        value.tensor = value.version = None
+        value.geometry = moved.geometry
+        value.op = fetch_op(moved, value, self.count)
+        self.dropped[weakref(storage, self._forget_dropped)] = value
+        if self.eviction is not None:
+            source = self.sources.get(key)
+            if source is not None:
+                value.source = source
+                source.value = weakref(value)
+        self._left(tensor, value)
+        return value
+
+    def keep_border(self, tensor: Tensor) -> None:
+        """Keep what crosses a border, on the device or elsewhere."""
+        if not self.borders or self.mover is None:
+            self.keep(tensor)
+            return
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            return
+        value = self.dropped.get(weakref(storage))
+        if value is None or moved_of(value) is not None or tensor.is_inference():
+            return
+        with _NoModes():
+            moved = self.mover.leave(alias(tensor))
+        if moved is None:
+            self.keep(tensor)
+            return
+        value.tensor = value.version = None
+        value.geometry = moved.geometry
+        value.op = fetch_op(moved, value, self.count)
+        self._left(tensor, value)
+
+    def _left(self, tensor: Tensor, value: Value) -> None:
+        for observer in self.observers:
+            observer.left(tensor, value)
+
+    def _before_write(self, tensor: Tensor) -> Value | None:
+        value = super()._before_write(tensor)
+        if value is not None and self.mover is not None:
+            part_from(value, tensor.untyped_storage())
+        return value
+
+
+def part_from(value: Value, storage: Any) -> None:
+    """See to it that a value's content does not lie in a storage that is about to be written to."""
+    moved = moved_of(value)
+    if moved is not None:
+        moved.seal()
+    elif value.tensor is not None and id(value.tensor.untyped_storage()) == id(storage):
+        with _NoModes():
+            value.tensor = storage_copy(value.tensor)
+        value.version = None

@@ -1,0 +1,177 @@
+"""One content that has left the device, or is about to: where it is, and how to have it back.
+
+A value whose content has left is like a dropped one whose op takes no inputs; in place of an overload that op has a
+:class:`Moved`, which replay asks for the content. When nobody can ask any more, the op dies by reference count, and
+everything here with it::
+
+    what autograd holds ──> value ──> op ──> Moved ──> Content (at its place)
+                                             Moved <┄┄ Mover   (weak)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from weakref import ref as weakref
+
+import torch
+from torch import Tensor
+
+from lightning_remat.engine.offload.place import Content
+from lightning_remat.engine.values import OWNED, Geometry, Op, Value, from_storage
+from lightning_remat.errors import MODIFIED, OffloadError
+
+if TYPE_CHECKING:
+    from lightning_remat.engine.offload.mover import Mover
+
+
+class Moved:
+    """One content.
+
+    Attributes:
+        mover: who looks after it.
+        number: the how manieth of its step.
+        step: which step that was, by the mover's count.
+        nbytes: size of its storage.
+        geometry: under which the content is seen.
+        device: where it was, and comes back to.
+        resident: the content itself, for as long as it has not been let go of; without history.
+        version: version counter of the content.
+        content: at its place; None: it could not leave, and stays.
+        coming: what it is being read into.
+        spoiled: it was changed while it was on its way out.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "coming",
+        "content",
+        "device",
+        "geometry",
+        "mover",
+        "nbytes",
+        "number",
+        "resident",
+        "spoiled",
+        "step",
+        "version",
+    )
+
+    mover: Mover
+    number: int
+    step: int
+    nbytes: int
+    geometry: Geometry
+    device: torch.device
+    resident: Tensor | None
+    version: int
+    content: Content | None
+    coming: Tensor | None
+    spoiled: bool
+
+    def let_out(self) -> bool:
+        """Wait until the content is at its place, and let go of it here; False: it could not be moved, and stays."""
+        if self.resident is None or self.content is None:
+            return self.resident is None
+        try:
+            with self.mover.waiting():
+                self.content.finish_out()
+        except OffloadError as error:
+            self.content = None
+            self.mover.stays(self, error)
+            return False
+        self.spoiled = self.resident._version != self.version
+        self.resident = None
+        self.mover.is_out(self)
+        return True
+
+    def seal(self) -> None:
+        """The storage is about to be written to: from now on the content is elsewhere."""
+        if not self.let_out() and self.resident is not None:
+            storage = self.resident.untyped_storage().clone()  # type: ignore[no-untyped-call]  # torch's has no types
+            self.resident = from_storage(storage, self.geometry, self.device)
+            self.version = self.resident._version
+
+    def begin_back(self) -> None:
+        """Begin to read it; it must have been let out."""
+        assert self.content is not None
+        into = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+        self.content.begin_back(into)
+        self.coming = into
+
+    def fetch(self) -> tuple[Tensor, bool]:
+        """The content, and whether its memory belongs to whoever asked; may be asked again.
+
+        Raises:
+            RuntimeError: it was changed in place before it had left, in PyTorch's words; or out of memory, and then
+                nothing has changed.
+            OffloadError: it cannot be had back.
+        """
+        resident = self.resident
+        if self.spoiled or (resident is not None and resident._version != self.version):
+            raise RuntimeError(MODIFIED)
+        if resident is not None:
+            return resident, False
+        if self.coming is None:
+            self.begin_back()
+        else:
+            self.mover.asked_for(self)
+        into, self.coming = self.coming, None
+        assert into is not None
+        assert self.content is not None
+        with self.mover.waiting():
+            self.content.finish_back()
+        return from_storage(into.untyped_storage(), self.geometry, self.device), True
+
+    def __del__(self) -> None:
+        if self.resident is not None and self.content is not None:
+            self.mover.is_out(self)
+        if self.coming is not None:
+            self.mover.asked_for(self)
+        if self.content is not None:
+            self.content.release()
+
+
+def bring_back(op: Op) -> None:
+    """Replay for a value whose content has left.
+
+    Raises:
+        RuntimeError, OffloadError: see :meth:`Moved.fetch`; where its recipe is known, it is computed again instead.
+    """
+    moved: Moved = op.func
+    value: Value | None = op.outs[0][1]()
+    if value is None or value.tensor is not None:
+        return
+    mover = moved.mover
+    mover.fetched(moved)
+    try:
+        tensor, owned = moved.fetch()
+    except OffloadError as error:
+        if not mover.recompute(value, error):
+            raise
+        return
+    value.tensor = tensor
+    value.geometry = moved.geometry
+    if owned:
+        value.flags |= OWNED
+    else:
+        value.version, value.anchor = moved.version, id(tensor.untyped_storage())
+    value.op = None
+
+
+def fetch_op(moved: Moved, value: Value, index: int) -> Op:
+    """The op of a value whose content has left."""
+    op = Op()
+    op.func = moved
+    op.args = []
+    op.needs = []
+    op.extra = None
+    op.outs = ((0, weakref(value)),)
+    op.index = index
+    return op
+
+
+def moved_of(value: Value | None) -> Moved | None:
+    """Where the content of a value is, if it has left."""
+    if value is None or value.op is None:
+        return None
+    return value.op.func if value.op.func.__class__ is Moved else None

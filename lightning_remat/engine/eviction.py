@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 
 from lightning_remat.engine.generators import RecordedState
+from lightning_remat.engine.offload.moved import fetch_op
+from lightning_remat.engine.offload.mover import Mover
 from lightning_remat.engine.out_of_memory import bytes_asked, is_out_of_memory
 from lightning_remat.engine.replay import missing_ops, run
 from lightning_remat.engine.rules import rule_for
@@ -63,6 +65,7 @@ class Eviction:
         evicted_bytes: what they held.
         failures: how often an op ran out of memory.
         known: sources of all that could be evicted, weakly.
+        mover: moves contents where that is cheaper than to compute them again, or the only way; None: nothing leaves.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Eviction:
         self.evictions = 0
         self.evicted_bytes = 0
         self.failures = 0
+        self.mover: Mover | None = None
         self.known: list[weakref[Source]] = []
         self._tapes: WeakSet[Sources] = WeakSet()  # those that were left as well: their values may be still to come
 
@@ -167,19 +171,23 @@ class Eviction:
         """
         stays = set(pinned)
         self.prune()
+        mover = self.mover
+        given_way = mover.give_way() if mover is not None else 0
+        if given_way >= nbytes:
+            return given_way
         heap: list[tuple[float, int, int, Source]] = []
         for number, reference in enumerate(self.known):
             source = reference()
-            if source is None or source.recipe is None:
+            if source is None or (source.recipe is None and (mover is None or source.parameter is not None)):
                 continue
             value = source.value() if source.value is not None else None
             if value is not None and value in stays:
                 continue
             size = _evictable_bytes(source)
-            if size:
+            if size and (source.recipe is not None or self._moves(size)):
                 heap.append((self._price(source, size), number, size, source))
         heapify(heap)
-        freed = 0
+        freed = given_way
         while heap and freed < nbytes:
             price, number, size, source = heap[0]
             if not _evictable_bytes(source):
@@ -192,7 +200,7 @@ class Eviction:
             heappop(heap)
             if now == _NEVER:
                 break
-            if self._evict(source):
+            if self._move_out(source, size) or (source.recipe is not None and self._evict(source)):
                 freed += size
                 self.evictions += 1
                 self.evicted_bytes += size
@@ -200,8 +208,17 @@ class Eviction:
                     self.on_eviction(size)
         return freed
 
+    def _moves(self, size: int) -> bool:
+        """Whether a content of that size can leave now."""
+        mover = self.mover
+        return mover is not None and not mover.halted and size >= mover.min_bytes
+
     def _price(self, source: Source, size: int) -> float:
-        """Seconds of recomputation per byte; infinite if it cannot be computed."""
+        """Seconds per byte of what is cheaper, to compute it again or to move it; infinite if neither can be done."""
+        again = self._recompute_price(source, size) if source.recipe is not None else _NEVER
+        return min(again, self.mover.seconds_per_byte) if self.mover is not None and self._moves(size) else again
+
+    def _recompute_price(self, source: Source, size: int) -> float:
         try:
             missing = _missing(source)
         except Gone:
@@ -218,6 +235,42 @@ class Eviction:
         return _PER_CALL + nbytes * (_DEAR if rule_for(recipe.func).kind == "expensive" else _CHEAP)
 
     # ------------------------------------------------------------------ evicting
+
+    def _move_out(self, source: Source, size: int) -> bool:
+        """Have a kept content leave the device, if that is the cheaper way; whether its memory is free now."""
+        mover = self.mover
+        if mover is None or not self._moves(size):
+            return False
+        if source.recipe is not None and self._recompute_price(source, size) < mover.seconds_per_byte:
+            return False
+        value = source.value() if source.value is not None else None
+        holder = next((s.tensor for r in source.saved if (s := r()) is not None and s.tensor is not None), None)
+        if holder is None:
+            holder = value.tensor if value is not None else None
+        if holder is None:
+            return False
+        storage = weakref(holder.untyped_storage())
+        with _NoModes():
+            moved = mover.leave(alias(holder), expected=False)
+        del holder
+        if moved is None or not moved.let_out():
+            return False
+        if value is None:
+            value = Value()
+            value.flags = 0
+            value.source = source
+            source.value = weakref(value)
+        for reference in source.saved:
+            saved = reference()
+            if saved is not None and saved.tensor is not None:
+                saved.geometry = geometry_of(saved.tensor)
+                saved.value = value
+                saved.tensor = None
+        value.tensor = value.version = None
+        value.flags &= ~(OWNED | HELD)
+        value.geometry = moved.geometry
+        value.op = fetch_op(moved, value, source.recipe.index if source.recipe is not None else 0)
+        return storage() is None
 
     def _evict(self, source: Source) -> bool:
         """Turn a kept content into a dropped one; whether its memory is free now."""

@@ -187,18 +187,21 @@ class Sources(Store):
             return
         recipe.index = op.index
         recipe.op = weakref(op)
-        _link(op.args, recipe.args, op.needs)
+        moves = self.eviction.mover is not None
+        _link(op.args, recipe.args, op.needs, moves)
         if op.extra is not None and op.extra[0]:
-            _link_keywords(op.extra[0], recipe.extra[0], op.needs)  # type: ignore[index]  # both or none
+            _link_keywords(op.extra[0], recipe.extra[0], op.needs, moves)  # type: ignore[index]  # both or none
 
     def _note_write(self, op: Op, args: Any, kwargs: dict[str, Any], needs: list[Value]) -> None:
         """Let the values that a write refers to know their sources; what it makes has no recipe."""
         sources = self._sources_of(args, None)
         if op.args[0].__class__ is not tuple:
             sources[0] = None
-        _link(op.args, sources, needs)
+        moves = self.eviction.mover is not None
+        _link(op.args, sources, needs, moves)
         if kwargs:
-            _link_keywords(op.extra[0], dict(zip(kwargs, self._sources_of(kwargs.values(), None), strict=True)), needs)  # type: ignore[index]  # it has been set
+            keywords = dict(zip(kwargs, self._sources_of(kwargs.values(), None), strict=True))
+            _link_keywords(op.extra[0], keywords, needs, moves)  # type: ignore[index]  # it has been set
 
     def _note_outputs(self, recipe: Recipe | None, out: Any) -> Op | None:
         """A source for each output in a storage of its own; returns the op's record, if any of them was dropped."""
@@ -331,11 +334,14 @@ def _as_it_is(tensor: Tensor) -> Source:
     return source
 
 
-def _link(references: list[Any], sources: list[Any], needs: list[Value]) -> None:
-    """Let the values that a recorded op refers to know their sources, and wait for them should they be evicted."""
+def _link(references: list[Any], sources: list[Any], needs: list[Value], moves: bool) -> None:
+    """Let the values that a recorded op refers to know their sources, and wait for them should they be evicted.
+
+    With ``moves`` that can happen to those without a recipe as well.
+    """
     for i, (reference, source) in enumerate(zip(references, sources, strict=True)):
         if source.__class__ is list:
-            _link(reference, source, needs)
+            _link(reference, source, needs, moves)
         elif source.__class__ is tuple:
             value: Value = reference[0]
             s: Source = source[0]
@@ -344,7 +350,7 @@ def _link(references: list[Any], sources: list[Any], needs: list[Value]) -> None
             if s.value is None or s.value() is None:
                 s.value = weakref(value)
                 value.source = s
-            if s.recipe is None or value.tensor is None:
+            if (s.recipe is None and not moves) or value.tensor is None:
                 continue
             if value.flags & HELD:
                 with _NoModes():
@@ -357,9 +363,9 @@ def _link(references: list[Any], sources: list[Any], needs: list[Value]) -> None
                 references[i] = (value, value.geometry)
 
 
-def _link_keywords(keywords: dict[str, Any], sources: dict[str, Any], needs: list[Value]) -> None:
+def _link_keywords(keywords: dict[str, Any], sources: dict[str, Any], needs: list[Value], moves: bool) -> None:
     references = list(keywords.values())
-    _link(references, list(sources.values()), needs)
+    _link(references, list(sources.values()), needs, moves)
     keywords.update(zip(keywords, references, strict=True))
 
 

@@ -31,6 +31,8 @@ LEAST_WINDOW = 16 << 20
 """Bytes in flight in each direction, at least, where nobody says how many."""
 _LARGEST = 2  # contents that may be in flight: the largest so far, times this
 
+_SECONDS_PER_BYTE = 2e-9  # as long as nobody has measured it: 1 GB/s each way
+
 Rebuild = Callable[[Value], bool]
 """Compute a value again from its recipe; whether that could be done."""
 
@@ -49,6 +51,9 @@ class Mover:
         resident_bytes: bytes in the window.
         moved: contents that have left in this step.
         halted: nothing leaves any more in this step.
+        failed: something could not be written or read in this step.
+        short: nothing is read ahead any more in this step.
+        seconds_per_byte: what it takes to write and read a byte, where somebody has to wait for both.
     """
 
     def __init__(
@@ -64,8 +69,8 @@ class Mover:
         self.window = self.ahead = LEAST_WINDOW if in_flight is None else in_flight
         self.resident_bytes = 0
         self.moved = 0
-        self.halted = False
-        self.failed = False
+        self.halted = self.failed = self.short = False
+        self.seconds_per_byte = _SECONDS_PER_BYTE
         self.rebuild: WeakMethod[Rebuild] | None = None
         self._say = say
         self._step = 0
@@ -99,18 +104,19 @@ class Mover:
         self._given = list(order) if order is not None else _completed(last, self.moved) if last is not None else None
         self._step += 1
         self.moved = 0
-        self.halted = self.failed = False
+        self.halted = self.failed = self.short = False
         self._numbered = []
         self._asked = []
         self._order = None
 
     # ------------------------------------------------------------------ out
 
-    def leave(self, tensor: Tensor) -> Moved | None:
+    def leave(self, tensor: Tensor, expected: bool = True) -> Moved | None:
         """Have a content leave; None if it stays.
 
         Args:
             tensor: without history; sees the storage to be moved. To be called without dispatch modes.
+            expected: it leaves in every step, and is to be read ahead.
         """
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
@@ -126,18 +132,19 @@ class Mover:
             return None
         moved = Moved()
         moved.mover = self
-        moved.number, moved.step = self.moved, self._step
+        moved.number, moved.step = (self.moved, self._step) if expected else (-1, -1)
         moved.nbytes = nbytes
         moved.geometry = geometry_of(tensor)
         moved.device = tensor.device
         moved.resident, moved.version = tensor, tensor._version
         moved.content, moved.coming, moved.spoiled = content, None, False
-        self.moved += 1
         self.resident_bytes += nbytes
         reference = weakref(moved)
         self._window.append(reference)
-        self._numbered.append(reference)
-        self._order = None
+        if expected:
+            self.moved += 1
+            self._numbered.append(reference)
+            self._order = None
         if nbytes > self._largest:
             self._largest = nbytes
             if self._adapts:
@@ -145,8 +152,9 @@ class Mover:
         self._trim(self.window)
         return moved
 
-    def release_window(self) -> int:
-        """Let go of everything in the window; bytes that may be free now."""
+    def give_way(self) -> int:
+        """Memory is short: let go of everything in the window, and read nothing ahead in this step; bytes let go of."""
+        self.short = True
         before = self.resident_bytes
         self._trim(0)
         return before - self.resident_bytes
@@ -161,6 +169,8 @@ class Mover:
 
     def pump(self) -> None:
         """Read ahead; to be called in backward, after each request."""
+        if self.short:
+            return
         if self._order is None:
             self._order = self._expected()
             self._next = 0
@@ -178,7 +188,7 @@ class Mover:
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
-                self._next = len(order)  # from here on what is needed is read when it is
+                self.short = True  # from here on what is needed is read when it is
                 return
             self._outstanding += moved.nbytes
 

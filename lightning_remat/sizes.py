@@ -49,6 +49,26 @@ def parse_margin(margin: object) -> int | float:
     return size
 
 
+def parse_amount(name: str, given: object, *, least: int = 1, share: bool = False) -> int | float:
+    """An amount of memory or disk in bytes (int) or, if ``share`` allows it, a share of all there is (float in (0, 1]).
+
+    Raises:
+        ConfigurationError: it is neither, or below ``least`` bytes, with what is accepted.
+    """
+    accepted = "give bytes (20_000_000_000) or a size ('20GiB', '500MiB')"
+    if share:
+        accepted = "give bytes (20_000_000_000), a size ('20GiB', '500MiB') or a share ('50%', not 0.5)"
+    size = _parse(name, given, accepted)
+    if isinstance(size, float):
+        if not share:
+            raise ConfigurationError(f"{name}={given!r}: a share of what? {accepted}.")
+        if not 0 < size <= 1:
+            raise ConfigurationError(f"{name}={given!r}: a share is above 0% and at most 100%.")
+    elif size < least:
+        raise ConfigurationError(f"{name}={given!r} is less than can be used; {accepted}, {least} at least.")
+    return size
+
+
 def _parse(name: str, given: object, accepted: str) -> int | float:
     """Bytes (int) or a share (float), of whatever size."""
     if isinstance(given, bool) or not isinstance(given, (int, str)):

@@ -3,7 +3,7 @@
 import inspect
 
 import lightning_remat
-from lightning_remat import OpInfo, Remat, RematCallback, RematStrategy
+from lightning_remat import Offload, OpInfo, Remat, RematCallback, RematStrategy
 
 
 def test_public_names() -> None:
@@ -11,6 +11,8 @@ def test_public_names() -> None:
     assert lightning_remat.__all__ == [
         "ConfigurationError",
         "NoMemoryLeft",
+        "Offload",
+        "OffloadError",
         "OpInfo",
         "Remat",
         "RematCallback",
@@ -41,6 +43,15 @@ def test_options() -> None:
     assert {name: strategy[name].default for name in options} == options
     assert strategy["base"].default == "auto"
     assert RematCallback(**options).remat.policy == "auto"
+
+
+def test_options_of_offload() -> None:
+    """Where to, and the rest by name."""
+    defaults = {"host_budget": None, "disk_budget": None, "min_bytes": "64KiB", "in_flight": None, "checksum": True}
+    parameters = inspect.signature(Offload).parameters
+    assert {name: p.default for name, p in parameters.items() if name != "to"} == defaults
+    assert next(iter(parameters)) == "to"
+    assert all(p.kind is p.KEYWORD_ONLY for name, p in parameters.items() if name != "to")
 
 
 def test_what_a_function_over_ops_is_told() -> None:

@@ -70,6 +70,11 @@ class Policy:
         return not self.everywhere and not self.parts and self.name not in ("none", "auto")
 
     @property
+    def needs_offload(self) -> bool:
+        """Whether it, or a part of it, means nothing without a place for what is kept."""
+        return self.name == "offload_only" or any(part.needs_offload for _, part in self.parts)
+
+    @property
     def off(self) -> bool:
         """Whether the tape has nothing to do."""
         return self.name == "none"
@@ -101,6 +106,9 @@ ALL_KINDS = frozenset({"expensive", "cheap", "random", "fixed", "factory"})
 NONE = Policy("none", keeps=ALL_KINDS, segment=None)
 """Keeps everything; right when memory is no concern."""
 
+OFFLOAD_ONLY = Policy("offload_only", keeps=ALL_KINDS, segment=None)
+"""Recomputes nothing, and what autograd saves leaves the device; right when transfers are hidden behind the step."""
+
 KEEP_ALL = Policy("keep", keeps=ALL_KINDS, segment=None)
 """What holds where a policy does not: like ``none``, while the tape stays on for the rest of the model."""
 
@@ -116,7 +124,7 @@ SQRT = Policy("sqrt", everywhere=False, segment="sqrt")
 SELECTIVE = Policy("selective", keeps=frozenset({"expensive"}))
 """Keeps matrix products, convolutions and attention; right where time counts: part of the saving for little time."""
 
-NAMED = {policy.name: policy for policy in (NONE, FULL, SQRT, SELECTIVE)}
+NAMED = {policy.name: policy for policy in (NONE, FULL, SQRT, SELECTIVE, OFFLOAD_ONLY)}
 _NAMES = ("auto", *NAMED, "every:k")
 
 

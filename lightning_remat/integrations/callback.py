@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -12,6 +13,7 @@ from lightning_remat.integrations.checkpoints import is_fitting, load_state, wit
 from lightning_remat.integrations.guard import Guard, explain
 from lightning_remat.integrations.monitor import Monitor
 from lightning_remat.integrations.strategy import RematStrategy
+from lightning_remat.offload_option import Offload
 from lightning_remat.runtime.session import Remat
 
 
@@ -26,7 +28,7 @@ class RematCallback(Callback):
         policy: see :class:`~lightning_remat.Remat`, as for the others.
         budget: for ``policy="auto"``.
         blocks: what the model's blocks are.
-        offload: not available yet.
+        offload: where what is kept goes until backward asks for it.
         verify: compare what is computed again with what was there.
         margin: what is left free of the device where no budget is given.
         retries: how often a batch is run again when memory runs out.
@@ -49,7 +51,7 @@ class RematCallback(Callback):
         policy: Any = "auto",
         budget: int | str | None = None,
         blocks: Any = None,
-        offload: str | None = None,
+        offload: str | Path | Offload | None = None,
         verify: bool = False,
         margin: int | str = "5%",
         retries: int = 3,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import logging
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_remat.errors import ConfigurationError
@@ -17,6 +18,7 @@ from lightning_remat.integrations.bases import NAMESPACES, Recomputing, check_op
 from lightning_remat.integrations.checkpoints import is_fitting, load_state, with_state
 from lightning_remat.integrations.guard import Guard, explain
 from lightning_remat.integrations.monitor import Monitor
+from lightning_remat.offload_option import Offload
 from lightning_remat.runtime.session import Remat
 
 if TYPE_CHECKING:
@@ -60,7 +62,7 @@ class RematStrategy(Recomputing, _Base):
         policy: Any = "auto",
         budget: int | str | None = None,
         blocks: Any = None,
-        offload: str | None = None,
+        offload: str | Path | Offload | None = None,
         verify: bool = False,
         margin: int | str = "5%",
         retries: int = 3,

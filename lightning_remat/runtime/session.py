@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
@@ -14,6 +15,7 @@ from torch.optim.optimizer import Optimizer
 from lightning_remat.engine.ledger import Ledger
 from lightning_remat.engine.verify import Verifier
 from lightning_remat.errors import ConfigurationError
+from lightning_remat.offload_option import Offload
 from lightning_remat.planning.planfile import PlanFile, plan_path
 from lightning_remat.runtime.recovery.retry import Undo
 from lightning_remat.runtime.recovery.snapshot import Snapshot
@@ -49,16 +51,18 @@ class Remat(Stepping):
     """Activation recomputation for any PyTorch training loop, as a reusable context manager.
 
     Args:
-        policy: ``"auto"``, ``"none"``, ``"full"``, ``"every:k"``, ``"sqrt"``, ``"selective"``, a plan file
+        policy: ``"auto"``, ``"none"``, ``"full"``, ``"every:k"``, ``"sqrt"``, ``"selective"``, ``"offload_only"``
+            (with ``offload``: nothing is recomputed, and what autograd saves leaves the device), a plan file
             (``"plan.json"``, from :meth:`save_plan`), a function over ops (:class:`OpInfo` in, ``"keep"`` or
             ``"recompute"`` out), or a mapping from module name patterns to policies (first match wins; modules that
             match nothing keep all). With a function, what enters and leaves a block is kept only if ``blocks`` are
             named.
         budget: peak device memory of a training step: bytes, ``"20GiB"``, or a share of the device, ``"80%"``. Used by
-            ``policy="auto"`` only.
+            ``policy="auto"`` and ``"offload_only"``.
         blocks: what the model's blocks are, if those found are not the right ones: a module class, a name pattern
             (``"encoder.layers.*"``), or a list of these.
-        offload: not available yet; must be None.
+        offload: where what is kept goes until backward asks for it: ``"cpu"`` (host memory), ``"disk"``, a directory,
+            or an :class:`~lightning_remat.Offload`. None: it stays on the device.
         verify: compute dropped values again while the true ones are still there and compare bitwise, up to 64 MiB a
             step, until every kind of op has been checked. An op that differs is kept from then on.
         margin: what ``policy="auto"`` leaves free where no budget is given: bytes, a size, or a share of the device.
@@ -88,7 +92,7 @@ class Remat(Stepping):
         *,
         budget: int | str | None = None,
         blocks: Any = None,
-        offload: str | None = None,
+        offload: str | Path | Offload | None = None,
         verify: bool = False,
         margin: int | str = "5%",
         retries: int = 3,
@@ -129,6 +133,11 @@ class Remat(Stepping):
         )
         chosen = f" ({self._pilot.sentence})" if self._pilot is not None else ""
         return f"recomputation policy {self.policy}{chosen}, {blocks or 'no blocks'}"
+
+    @property
+    def offload(self) -> Offload | None:
+        """Where what is kept may go; None: it stays on the device."""
+        return self._settings.offload
 
     @property
     def stats(self) -> StepStats:

@@ -8,9 +8,10 @@ from typing import Any
 
 from lightning_remat.engine.actions import ActionTable
 from lightning_remat.engine.blocks import check_blocks_option
-from lightning_remat.engine.policies import KEEP_ALL, LEAN, Policy, parse_policy
+from lightning_remat.engine.policies import KEEP_ALL, LEAN, OFFLOAD_ONLY, Policy, parse_policy
 from lightning_remat.engine.rules import Rule
 from lightning_remat.errors import ConfigurationError
+from lightning_remat.offload_option import Offload, offload_from
 from lightning_remat.planning.planfile import PlanFile, plan_path
 from lightning_remat.sizes import parse_budget
 
@@ -21,13 +22,15 @@ class Settings:
 
     Attributes:
         policy: the one in force; under a budget or with a plan file, what a step runs under that no plan is there for.
-        auto: it was chosen by ``"auto"``.
+        auto: plans are made: under ``"auto"``, and under ``"offload_only"`` with a budget.
+        recompute: whether a plan may compute anything again.
         budget: bytes, a share of the device's memory, or None.
         plan_path: the plan file, or None.
         plan: what it holds.
         margin: what the default budget leaves free: bytes, or a share of the device.
         retries: how often a batch is run again after out-of-memory.
         verify_every_n_steps: how often replay is held against the truth; None: never.
+        offload: where what is kept may go; None: it stays.
     """
 
     policy: Policy
@@ -38,6 +41,8 @@ class Settings:
     margin: int | str
     retries: int
     verify_every_n_steps: int | None
+    recompute: bool = True
+    offload: Offload | None = None
 
 
 def checked(
@@ -57,8 +62,7 @@ def checked(
         PlanFileError: a plan file that cannot be read.
     """
     size = parse_budget(budget)
-    if offload is not None:
-        raise ConfigurationError(f"offload={offload!r} is not available yet; leave it out.")
+    place = offload_from(offload)
     if blocks is not None:
         check_blocks_option(blocks)
     if not isinstance(verify, bool):
@@ -67,13 +71,15 @@ def checked(
     if verify_every_n_steps is not None:
         _check_count("verify_every_n_steps", verify_every_n_steps, least=1, otherwise="None for never")
     auto = isinstance(policy, str) and policy == "auto"
-    if budget is not None and not auto:
+    offload_only = isinstance(policy, str) and policy == OFFLOAD_ONLY.name
+    if budget is not None and not (auto or offload_only):
         raise ConfigurationError(
             f"budget={budget!r} and policy={policy!r} contradict each other: a budget chooses the policy. "
             "Give a budget with policy='auto', or a policy without a budget."
         )
     path = plan_path(policy)
     parsed = LEAN if auto or path is not None else parse_policy(policy)
+    _check_place(policy, parsed, offload)
     if parsed.parts and blocks is not None:
         raise ConfigurationError(
             f"blocks={blocks!r} and a mapping as policy= contradict each other: the mapping's patterns are the "
@@ -83,7 +89,22 @@ def checked(
         # Naming blocks asks for their borders; without them a function over ops decides about everything.
         parsed = replace(parsed, segment=1)
     plan = PlanFile.load(path) if path is not None else None
-    return Settings(parsed, auto, size, path, plan, margin, retries, verify_every_n_steps)
+    planned = auto or (offload_only and size is not None)
+    return Settings(parsed, planned, size, path, plan, margin, retries, verify_every_n_steps, not offload_only, place)
+
+
+def _check_place(policy: Any, parsed: Policy, offload: Any) -> None:
+    """Refuse a policy and ``offload=`` that contradict each other."""
+    if parsed.off and offload is not None:
+        raise ConfigurationError(
+            f"policy={policy!r} and offload={offload!r} contradict each other: 'none' leaves everything where it is. "
+            "policy='offload_only' recomputes nothing and moves what is kept; or leave offload= out."
+        )
+    if parsed.needs_offload and offload is None:
+        raise ConfigurationError(
+            f"policy={policy!r} moves what is kept, and nothing says where to: give offload='cpu' (host memory) or "
+            "offload='disk', or take policy='none', which keeps everything on the device."
+        )
 
 
 def _check_count(name: str, value: Any, least: int, otherwise: str) -> None:

@@ -42,7 +42,7 @@ class Model(nn.Module):
     [
         ("selectiv", "did you mean 'selective'"),
         ("ful", "did you mean 'full'"),
-        ("zzz", "There are: auto, none, full, sqrt, selective, every:k"),
+        ("zzz", "There are: auto, none, full, sqrt, selective, offload_only, every:k"),
         ("every:0", "1 or more"),
         ("every:-1", "1 or more"),
         ("every:", "1 or more"),

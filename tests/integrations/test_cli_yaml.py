@@ -9,7 +9,7 @@ import yaml
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_remat import Remat, RematCallback, RematStrategy
+from lightning_remat import Offload, Remat, RematCallback, RematStrategy
 from tests.helpers.training import Lit, Net, regression, regression_data
 
 OPTIONS: dict[str, Any] = {
@@ -191,6 +191,45 @@ def test_print_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     shown = yaml.safe_load(printed.read_text())["trainer"]["strategy"]["init_args"]
     assert shown == {"base": "auto", "blocks": None, "offload": None, "verify": False, **OPTIONS}
     assert options_of(remat_of(run("--config", str(printed)))) == OPTIONS
+
+
+def test_where_to_offload(tmp_path: Path) -> None:
+    """A word, a directory, or a class with its options; saved as it was given, overridden in part."""
+
+    def given(*args: str, **options: Any) -> Any:
+        path = written(tmp_path, strategy=strategy(policy="full", **options))
+        return LightningCLI(Model, Data, run=False, args=["--config", path, *args]).trainer.strategy.remat.offload
+
+    assert given(offload="disk") == Offload("disk")
+    assert given(offload=str(tmp_path)) == Offload(tmp_path)
+    options = {"to": str(tmp_path), "disk_budget": "3GiB", "checksum": False}
+    expected = Offload(tmp_path, disk_budget="3GiB", checksum=False)
+    assert given(offload={"class_path": "lightning_remat.Offload", "init_args": options}) == expected
+    assert given(offload=options) == expected
+    assert given("--trainer.strategy.init_args.offload=disk", offload=options) == Offload("disk")
+    assert given("--trainer.strategy.init_args.offload=null", offload=options) is None
+
+
+def test_where_to_offload_under_the_callback(tmp_path: Path) -> None:
+    options = {"to": "disk", "min_bytes": 4096}
+    callback = {
+        "class_path": "lightning_remat.RematCallback",
+        "init_args": {
+            "policy": "offload_only",
+            "offload": {"class_path": "lightning_remat.Offload", "init_args": options},
+        },
+    }
+    path = written(tmp_path, callbacks=[callback], strategy={"class_path": "SingleDeviceStrategy"})
+    cli = LightningCLI(Model, Data, run=False, args=["--config", path])
+    (found,) = [c for c in cli.trainer.callbacks if isinstance(c, RematCallback)]
+    assert found.remat.offload == Offload("disk", min_bytes=4096)
+
+
+def test_a_place_that_cannot_work_is_named(tmp_path: Path) -> None:
+    """Before anything runs, in our words."""
+    path = written(tmp_path, strategy=strategy(offload={"to": "disk", "host_budget": "3GiB"}))
+    with pytest.raises(ValueError, match="host_budget='3GiB' and to='disk' contradict each other"):
+        run("--config", path)
 
 
 def test_a_wrong_option_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,7 +63,10 @@ def test_an_option_that_the_base_does_not_take_is_named() -> None:
 OPTION_ERRORS: dict[str, dict[str, Any]] = {
     "unknown policy": {"policy": "fulll"},
     "every:0": {"policy": "every:0"},
-    "offload": {"offload": "cpu"},
+    "offload to nothing": {"offload": ""},
+    "offload to a place that is not there": {"offload": "dsik"},
+    "offload and a policy that keeps": {"offload": "disk", "policy": "none"},
+    "nowhere to offload to": {"policy": "offload_only"},
     "a budget that is not a size": {"budget": "much"},
     "a budget beside a policy": {"budget": "1GiB", "policy": "full"},
     "empty mapping": {"policy": {}},

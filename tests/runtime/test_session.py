@@ -101,11 +101,6 @@ def test_a_budget_and_a_policy_contradict_each_other(policy: str) -> None:
         Remat(policy=policy, budget="1GiB")
 
 
-def test_offload_is_refused_until_it_exists() -> None:
-    with pytest.raises(ConfigurationError, match="offload='cpu' is not available yet"):
-        Remat(offload="cpu")
-
-
 def test_verify_is_a_switch() -> None:
     with pytest.raises(ConfigurationError, match="verify='yes'"):
         Remat(verify="yes")

@@ -21,7 +21,8 @@ from lightning_remat.engine.values import Value, storage_copy
 
 _STRIDED = torch.strided
 _NoModes = torch._C._DisableTorchDispatch
-_ORDINARY = frozenset({"pure", "blank", "write"})
+# Not what is uninitialised: autograd may save it before an op fills it (the noise of rrelu), or foreign code does.
+_ORDINARY = frozenset({"pure", "write"})
 
 
 class Leaving(Sources):
@@ -62,7 +63,7 @@ class Leaving(Sources):
         """Something is about to hold a content that is in the table: have it leave; None if it stays."""
         mover = self.mover
         storage = tensor.untyped_storage()
-        if mover is None or key in self.leaves or id(storage) in self.parameters or tensor.is_inference():
+        if mover is None or key in self.leaves or id(storage) in self.parameters or not _is_plain(tensor):
             return None
         with _NoModes():
             moved = mover.leave(alias(tensor))
@@ -93,7 +94,8 @@ class Leaving(Sources):
         except (NotImplementedError, RuntimeError):
             return
         value = self.dropped.get(weakref(storage))
-        if value is None or moved_of(value) is not None or tensor.is_inference():
+        if value is None or value.op is None or moved_of(value) is not None or not _is_plain(tensor):
+            self.keep(tensor)
             return
         with _NoModes():
             moved = self.mover.leave(alias(tensor))
@@ -102,7 +104,8 @@ class Leaving(Sources):
             return
         value.tensor = value.version = None
         value.geometry = moved.geometry
-        value.op = fetch_op(moved, value, self.count)
+        # The place in the order of its op: some that read it may have been recorded already.
+        value.op = fetch_op(moved, value, value.op.index)
         self._left(tensor, value)
 
     def _left(self, tensor: Tensor, value: Value) -> None:
@@ -114,6 +117,11 @@ class Leaving(Sources):
         if value is not None and self.mover is not None:
             part_from(value, tensor.untyped_storage())
         return value
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether bytes and geometry are all that there is to it."""
+    return not (tensor.is_inference() or tensor.is_quantized or tensor.is_nested)
 
 
 def part_from(value: Value, storage: Any) -> None:

@@ -293,6 +293,8 @@ class Remat(Stepping):
         self._readiness.end()
         if self._pilot is not None:
             self._pilot.close()
+        if self.offloading is not None:
+            self.offloading.close()
 
     # ------------------------------------------------------------------ out of memory
 

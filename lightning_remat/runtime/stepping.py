@@ -19,7 +19,9 @@ from torch import nn
 from lightning_remat.engine import (
     eviction,
     generators,
+    leaving,
     ledger,
+    moving,
     plain,
     planned,
     regions,
@@ -35,6 +37,9 @@ from lightning_remat.engine import (
     writes,
 )
 from lightning_remat.engine.ledger import Ledger, LedgerTape, ModuleStack
+from lightning_remat.engine.moving import MovingLedgerTape, MovingTape
+from lightning_remat.engine.offload import disk, host, moved, mover
+from lightning_remat.engine.offload.mover import Mover
 from lightning_remat.engine.opaque import hide_from_compiler
 from lightning_remat.engine.plain import backward_outside
 from lightning_remat.engine.planned import PlannedTape
@@ -48,10 +53,12 @@ from lightning_remat.runtime import measuring, memory, static, tracer, tracing
 from lightning_remat.runtime.binding import Binding
 from lightning_remat.runtime.counters import Counters
 from lightning_remat.runtime.discovery import Discovery
+from lightning_remat.runtime.offloading import Offloading
 from lightning_remat.runtime.recovery.readiness import Readiness
 from lightning_remat.runtime.recovery.retry import Retry
 from lightning_remat.runtime.recovery.tightening import Fixed
 from lightning_remat.runtime.settings import checked, table_for
+from lightning_remat.runtime.static import device_of
 from lightning_remat.runtime.tracing import TracingTape
 from lightning_remat.runtime.tuning import choosing, fallback, from_file, known, pilot, relief, resting
 from lightning_remat.runtime.tuning.from_file import FilePilot
@@ -63,7 +70,9 @@ S = TypeVar("S", bound="Stepping")
 hide_from_compiler(
     eviction,
     generators,
+    leaving,
     ledger,
+    moving,
     plain,
     planned,
     regions,
@@ -78,6 +87,7 @@ hide_from_compiler(
     verify,
     writes,
 )
+hide_from_compiler(disk, host, moved, mover)
 # A step that is traced, planned or measured runs these inside of what may be compiled.
 hide_from_compiler(
     choosing, fallback, from_file, known, measuring, memory, pilot, relief, resting, static, tracer, tracing
@@ -95,6 +105,7 @@ class Stepping:
         retry: runs steps again that memory ran out in.
         fixed: a fixed policy that the lean one stands in for.
         guarded: somebody does that, so that a step may be tried that is not sure to fit.
+        offloading: what may leave the device; None: nothing.
 
     Raises:
         ConfigurationError: an option that cannot work.
@@ -105,7 +116,12 @@ class Stepping:
         self._settings = checked(**options)
         self.counters = Counters()
         self.retry = Retry(self._settings.retries, self.counters)
-        self._readiness = Readiness(self.counters, WeakMethod(self._pressed), WeakMethod(self._seconds_at))
+        offload = self._settings.offload
+        self._readiness = Readiness(
+            self.counters, WeakMethod(self._pressed), WeakMethod(self._seconds_at), lasting=offload is not None
+        )
+        eviction = self._readiness.eviction
+        self.offloading = Offloading(offload, self.counters, eviction) if offload is not None else None
         self.fixed: Fixed | None = None
         self.guarded = False
         if self._settings.plan_path is not None:
@@ -115,6 +131,7 @@ class Stepping:
         self._kept_ops: set[str] = set()
         self._clock = Clock()
         self._tape = Tape(self._clock)
+        self._moving_tape: MovingTape | None = None
         self._modules = ModuleStack()
         self._ledger: Ledger | None = None
         wanted = options["verify"] or self._settings.verify_every_n_steps is not None
@@ -193,7 +210,8 @@ class Stepping:
 
     def press(self) -> None:
         """Memory ran out: from the next step on, be ready for it."""
-        self._readiness.begin([self._tape, *([self._pilot.tape] if self._pilot is not None else [])])
+        tapes = [self._tape, self._moving_tape, self._pilot.tape if self._pilot is not None else None]
+        self._readiness.begin([tape for tape in tapes if tape is not None])
 
     def _pressed(self, nbytes: int) -> None:
         if self._pilot is not None:
@@ -245,6 +263,8 @@ class Stepping:
             self._clock.reset()
             return
         tape = self._planned_tape() or self._choose_tape()
+        if self.offloading is not None:
+            self.offloading.begin(tape)
         self._clock.reset()
         stack = self._stack = ExitStack()
         self._active = tape
@@ -300,11 +320,33 @@ class Stepping:
             for root in self._binding.roots:
                 self._modules.name(root)
             ledger = self._ledger = Ledger(self._modules)
-            tape: Tape = LedgerTape(self._clock, ledger)
+            mover = self._mover()
+            tape: Tape = (
+                LedgerTape(self._clock, ledger) if mover is None else MovingLedgerTape(self._clock, ledger, mover)
+            )
+            if mover is not None:
+                self._readiness.eviction.attach(tape)
             self._clock.on_replay = ledger.replayed
         else:
-            tape = self._tape
+            tape = self._fixed_tape()
             self._clock.on_replay = None
+        return tape
+
+    def _mover(self) -> Mover | None:
+        """Moves what a fixed policy keeps; None if that is to stay."""
+        if self.offloading is None or self._pilot is not None:
+            return None
+        return self.offloading.on(device_of(self._binding.roots))
+
+    def _fixed_tape(self) -> Tape:
+        """The tape of steps under a fixed policy, from the second one on."""
+        mover = self._mover()
+        if mover is None:
+            return self._tape
+        tape = self._moving_tape
+        if tape is None or tape.mover is not mover:
+            tape = self._moving_tape = MovingTape(self._clock, mover)
+            self._readiness.eviction.attach(tape)
         return tape
 
     def _verify(self, tape: Tape) -> None:

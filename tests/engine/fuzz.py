@@ -25,7 +25,7 @@ from lightning_remat.engine.verify import same_bits
 # Their order is that in which instructions are registered, on which the programs of all seeds depend.
 from tests.engine.fuzzing import arithmetic, changes, corners  # noqa: F401 - imported for what they register
 from tests.engine.fuzzing.machine import BLOCKS, LENGTH, BackwardError, Machine
-from tests.helpers.exact import recompute_all
+from tests.helpers.exact import EVERYTHING, recompute_all
 
 
 class Block(nn.Module):
@@ -135,6 +135,10 @@ POLICIES: dict[str, Any] = {
     "selective": "selective",
     "map": {"blocks.1": recompute_all, "blocks.*": "selective"},
     "half": lambda op: "keep" if hash((op.name, op.bytes)) % 2 and len(op.name) % 2 else "recompute",
+    "moved": "offload_only",
+    "moved full": "full",
+    "moved selective": "selective",
+    "moved all": recompute_all,
 }
 
 
@@ -162,11 +166,14 @@ def check(seed: int, positions: Sequence[int], policies: Sequence[str]) -> str |
     if difference(plain, run_program(seed, positions, None)) is not None:
         return None  # not repeatable: nothing can be said
     for name in policies:
-        blocks = "blocks.*" if name in ("full", "every:2", "sqrt") else None
+        blocks = "blocks.*" if name.endswith(("full", "every:2", "sqrt")) else None
+        remat = Remat(policy=POLICIES[name], blocks=blocks, offload=EVERYTHING if name.startswith("moved") else None)
         try:
-            other = run_program(seed, positions, Remat(policy=POLICIES[name], blocks=blocks))
+            other = run_program(seed, positions, remat)
         except Exception as error:  # nothing but what plain PyTorch raises may come out
             return f"{name}: {type(error).__name__}: {error}"
+        finally:
+            remat.close()
         wrong = difference(plain, other)
         if wrong is not None:
             return f"{name}: {wrong}"

@@ -12,13 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_remat import OpInfo, Remat
+from lightning_remat import Offload, OpInfo, Remat
 from lightning_remat.engine.verify import same_bits
 
 
 def recompute_all(op: OpInfo) -> str:
     """The policy that drops everything that may be dropped: the hardest for exactness."""
     return "recompute"
+
+
+EVERYTHING = Offload("disk", min_bytes=0, in_flight=1)
+"""All that is kept leaves, whatever its size, and at once."""
 
 
 @dataclass
@@ -90,6 +94,11 @@ def assert_exact(model: nn.Module, step: Step, *policies: Any, **options: Any) -
     """Fail unless a step gives under each policy what it gives plainly; returns the last engine."""
     plain = outcome(model, step, None)
     assert_same(plain, outcome(model, step, None))  # otherwise nothing could be said
+    if not policies and not options:
+        for policy in ("offload_only", "full", recompute_all):
+            remat = Remat(policy=policy, offload=EVERYTHING)
+            assert_same(plain, outcome(model, step, remat))
+            remat.close()
     remat = Remat(policy=recompute_all)
     for policy in policies or (recompute_all, "full", "selective"):
         remat = Remat(policy=policy, **options)

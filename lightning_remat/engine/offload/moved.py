@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_remat.engine.offload.place import Content
-from lightning_remat.engine.values import OWNED, Geometry, Op, Value, from_storage
+from lightning_remat.engine.values import OWNED, Op, Value, from_storage, geometry_of
 from lightning_remat.errors import MODIFIED, OffloadError
 
 if TYPE_CHECKING:
@@ -56,17 +56,19 @@ class Moved:
         "version",
     )
 
-    mover: Mover
-    number: int
-    step: int
-    nbytes: int
-    geometry: Geometry
-    device: torch.device
-    resident: Tensor | None
-    version: int
-    content: Content | None
-    coming: Tensor | None
-    spoiled: bool
+    def __init__(self, mover: Mover, number: int, step: int, resident: Tensor, content: Content) -> None:
+        self.resident: Tensor | None = None
+        self.content: Content | None = content
+        self.coming: Tensor | None = None
+        self.mover = mover
+        self.number = number
+        self.step = step
+        self.nbytes = content.nbytes
+        self.geometry = geometry_of(resident)
+        self.device = resident.device
+        self.version = resident._version
+        self.spoiled = False
+        self.resident = resident
 
     def let_out(self) -> bool:
         """Wait until the content is at its place, and let go of it here; False: it could not be moved, and stays."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from lightning_remat.engine.offload.moved import Moved
 from lightning_remat.engine.offload.place import Place
 from lightning_remat.engine.out_of_memory import is_out_of_memory
-from lightning_remat.engine.values import Value, geometry_of
+from lightning_remat.engine.values import Value
 from lightning_remat.errors import OffloadError
 
 LEAST_WINDOW = 16 << 20
@@ -130,14 +130,8 @@ class Mover:
             self.halted = True
             self._say("room", f"{error} What cannot leave is kept.")
             return None
-        moved = Moved()
-        moved.mover = self
-        moved.number, moved.step = (self.moved, self._step) if expected else (-1, -1)
-        moved.nbytes = nbytes
-        moved.geometry = geometry_of(tensor)
-        moved.device = tensor.device
-        moved.resident, moved.version = tensor, tensor._version
-        moved.content, moved.coming, moved.spoiled = content, None, False
+        number, step = (self.moved, self._step) if expected else (-1, -1)
+        moved = Moved(self, number, step, tensor, content)
         self.resident_bytes += nbytes
         reference = weakref(moved)
         self._window.append(reference)

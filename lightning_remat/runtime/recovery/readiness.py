@@ -25,6 +25,7 @@ class Readiness:
         counters: where it is counted.
         pressure: method that is told of every eviction, in bytes, as long as its object lives.
         seconds: method that gives the time of the op at a position of the plan in force, likewise.
+        lasting: eviction stays with its tapes once it has begun.
     """
 
     def __init__(
@@ -32,8 +33,10 @@ class Readiness:
         counters: Counters,
         pressure: WeakMethod[Callable[[int], None]],
         seconds: WeakMethod[Callable[[int], float]],
+        lasting: bool = False,
     ) -> None:
         self._counters = counters
+        self._lasting = lasting
         self.eviction = Eviction(_calling(seconds), _counting(counters, pressure))
         self._tapes: list[Tape] = []
         self._disarm: Callable[[], None] | None = None
@@ -69,7 +72,7 @@ class Readiness:
     def end(self) -> None:
         """Stop; what was evicted is still computed when it is asked for."""
         tapes, self._tapes = self._tapes, []
-        for tape in tapes:
+        for tape in tapes if not self._lasting else ():
             self.eviction.detach(tape)
         disarm, self._disarm = self._disarm, None
         if disarm is not None:

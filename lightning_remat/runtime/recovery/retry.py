@@ -1,5 +1,7 @@
 """Running a step again that memory ran out in: undo, tighten, once more. No batch is lost, and none is trained twice.
 
+The same is done, without offload, for a step that has lost what had left the device.
+
 An op that cannot be run again by itself (:mod:`~lightning_remat.engine.eviction` does what it can) fails its step. Then
 everything that the step had changed is put back, the next try needs less memory, and the same batch is run again. The
 number of tries is bounded; when the tightest way fails too, one error says what was needed and what there was.
@@ -16,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from lightning_remat.engine.out_of_memory import bytes_asked, is_out_of_memory
-from lightning_remat.errors import NoMemoryLeft
+from lightning_remat.errors import NoMemoryLeft, OffloadError
 from lightning_remat.runtime.counters import Counters
 from lightning_remat.sizes import format_bytes
 
@@ -57,6 +59,9 @@ class Way(Protocol):
         Returns:
             What is tried next, in words, and whether it needs less.
         """
+
+    def run_without(self, error: OffloadError) -> tuple[str, bool]:
+        """What had left the device cannot be had back: make the next try move nothing; the rest is as above."""
 
     def settled(self) -> None:
         """A step that had to be run again has gone well."""
@@ -130,16 +135,19 @@ class Retry:
             try:
                 result = step()
             except Exception as error:
-                if isinstance(error, NoMemoryLeft) or not is_out_of_memory(error) or not ours(error):
+                lost = isinstance(error, OffloadError)
+                if isinstance(error, NoMemoryLeft) or not (lost or is_out_of_memory(error)) or not ours(error):
                     raise
-                self.counters.out_of_memory += 1
+                self.counters.out_of_memory += not lost
                 self.counters.steps = steps  # its forward may have counted it
                 tries += 1
                 asked = bytes_asked(error)
                 if not self._taken or tries > self.retries:
                     why = self._restore() if self._taken else "memory ran out before the step itself had begun"
+                    if lost:
+                        raise  # it says itself what to do
                     raise way.give_up(error, tries, why) from error
-                next_try, tighter = way.tighten(asked)
+                next_try, tighter = way.run_without(error) if isinstance(error, OffloadError) else way.tighten(asked)
                 said = str(error)
                 last = tries == self.retries and not tighter
                 leave = switched_before_raising(error) if last else frozenset()
@@ -150,12 +158,15 @@ class Retry:
                 return result
             collect()
             why = self._restore(leave)
+            if why is not None and lost:
+                raise OffloadError(f"{said} The step cannot be run again without offload: {why}.")
             if why is not None:
                 raise way.give_up(torch.OutOfMemoryError(said), tries, why) from None
             self.counters.retries += 1
             self.counters.retried_batches += tries == 1
             wanted = f" ({format_bytes(asked)} could not be had)" if asked else ""
-            log.warning("out of memory in a training step%s: the same batch is run again, %s.", wanted, next_try)
+            what = f"lost what had left the device: {said}" if lost else f"out of memory in a training step{wanted}"
+            log.warning("%s: the same batch is run again, %s.", what, next_try)
 
     def _restore(self, leave: frozenset[str] = frozenset()) -> str | None:
         """Leave things as they were before the step; why that cannot be, and then nothing is changed."""

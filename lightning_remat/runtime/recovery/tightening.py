@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from lightning_remat.engine.out_of_memory import bytes_asked
 from lightning_remat.engine.policies import LEAN
-from lightning_remat.errors import NoMemoryLeft
+from lightning_remat.errors import NoMemoryLeft, OffloadError
 from lightning_remat.runtime.recovery.exhausted import exhausted
 from lightning_remat.runtime.static import device_of, static_parts
 from lightning_remat.runtime.tuning.pilot import Pilot
@@ -57,6 +57,15 @@ class Tightening:
             self._tried.append(words)
         remat.counters.note(f"step {remat.counters.steps + 1} ran out of memory: run again {words}")
         return words, tighter
+
+    def run_without(self, error: OffloadError) -> tuple[str, bool]:
+        """See :class:`~lightning_remat.runtime.recovery.retry.Way`."""
+        remat = self.remat
+        if remat.pilot is not None:
+            remat.pilot.undone()
+        words = remat.offloading.run_without(error) if remat.offloading is not None else "as before"
+        remat.counters.note(f"step {remat.counters.steps + 1} lost what had left the device: run again {words}")
+        return words, True
 
     def _leaner(self) -> str | None:
         remat = self.remat

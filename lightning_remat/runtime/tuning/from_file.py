@@ -98,6 +98,10 @@ class FilePilot:
             return "under a fixed policy that keeps what enters the model's blocks"
         return None
 
+    def undone(self) -> None:
+        """The step was undone for another reason than memory: it is going to be run again."""
+        self._how = ""
+
     def step_over(self, failed: bool) -> None:
         """The step was left."""
         count, position = len(self.plan.names), self.tape.position

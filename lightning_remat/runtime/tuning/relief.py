@@ -161,6 +161,11 @@ class Relief(ABC):
         """Memory ran short in this step, by so many bytes, and that was got over: the next plan is to need less."""
         self._missing += missing
 
+    def undone(self) -> None:
+        """The step was undone for another reason than memory: it is going to be run again."""
+        self._abandon()
+        self._how, self._failed = "", False
+
     def tighten(self, asked_bytes: int | None) -> str | None:
         """The step ran out of memory and was undone: see to it that the next one, the same again, needs less.
 

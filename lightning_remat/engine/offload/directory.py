@@ -15,9 +15,11 @@ from lightning_remat.errors import ConfigurationError
 _MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 
 _NETWORK = frozenset(
-    ("nfs", "nfs4", "cifs", "smb", "smb2", "smb3", "smbfs", "ncpfs", "afs", "coda", "ceph", "lustre", "gpfs", "beegfs")
-    + ("orangefs", "pvfs2", "ocfs2", "gfs2", "glusterfs", "panfs", "wekafs", "juicefs")
-    + ("9p", "virtiofs", "vboxsf", "prl_fs")  # a virtual machine's way to its host
+    (
+        *("nfs", "nfs4", "cifs", "smb", "smb2", "smb3", "smbfs", "ncpfs", "afs", "coda", "ceph", "lustre", "gpfs"),
+        *("beegfs", "orangefs", "pvfs2", "ocfs2", "gfs2", "glusterfs", "panfs", "wekafs", "juicefs"),
+        *("9p", "virtiofs", "vboxsf", "prl_fs"),  # a virtual machine's way to its host
+    )
 )
 """File systems whose bytes travel; those of most that FUSE serves do, too (all but :data:`_LOCAL_FUSE`)."""
 

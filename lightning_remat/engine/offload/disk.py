@@ -15,7 +15,7 @@ from lightning_remat.engine.offload import gpu_direct
 from lightning_remat.engine.offload.buffers import Chunk
 from lightning_remat.engine.offload.depot import Closed, Depot
 from lightning_remat.engine.offload.directory import default_directory
-from lightning_remat.engine.offload.extents import BLOCK, rounded
+from lightning_remat.engine.offload.extents import rounded
 from lightning_remat.engine.offload.file import ScratchFile
 from lightning_remat.engine.offload.place import Content, Place, Traffic
 from lightning_remat.engine.offload.transfer import Room, Step, Transfer, steps_of
@@ -34,7 +34,7 @@ _PLACES: weakref.WeakSet[DiskPlace] = weakref.WeakSet()
 
 
 class DiskPlace(Place):
-    """Contents in one file of a directory, which is made when the first one comes and has no name that others could open.
+    """Contents in one file of a directory, made when the first one comes, with no name by which others could open it.
 
     Threads of its own move them, in chunks and past the page cache where that can be: writes in the order in which they
     were given, and reads before writes that wait. Nothing is left in the directory, whatever ends the process. The file
@@ -84,9 +84,13 @@ class DiskPlace(Place):
 
     def take(self, source: Tensor) -> Content:
         """See :class:`Place`."""
+        direct = gpu_direct.wanted(source, self.checksum)
         try:
             depot = self._open()
-            depot.chunks_for(source.device)
+            if depot is None:
+                raise self._refusal(source.nbytes, "the place is closed")
+            if not direct:
+                depot.chunks_for(source.device)
             if depot.stuck:
                 raise self._refusal(source.nbytes, f"the disk has not answered for {self.patience:g} s")
             room = depot.take(source.nbytes)
@@ -98,18 +102,19 @@ class DiskPlace(Place):
             raise self._refusal(source.nbytes, f"no host memory for chunks ({error})") from error
         if room is None:
             raise self._refusal(source.nbytes, self._why_full(source.nbytes))
-        return DiskContent(self, depot, room, source)
+        return DiskContent(self, depot, room, source, direct)
 
     def close(self) -> None:
         """See :class:`Place`; what does not answer is left to itself after ``patience`` seconds."""
         with self._opening:
             self._closed = True
             depot, self._depot = self._depot, None
-            self.used_bytes = 0
+            finalizer, self._finalizer = self._finalizer, None
+        if finalizer is not None:
+            finalizer.detach()
         if depot is not None:
-            if self._finalizer is not None:
-                self._finalizer.detach()
             depot.close(self.patience)
+        self.used_bytes = 0
 
     def has(self, depot: Depot) -> bool:
         """Whether a depot is still the one in use: the place was not closed, and this is not a fork of its process."""
@@ -119,10 +124,10 @@ class DiskPlace(Place):
         """The directory, for messages."""
         return repr(str(self.directory)) if self.directory is not None else "the directory for temporary files"
 
-    def _open(self) -> Depot:
+    def _open(self) -> Depot | None:
         with self._opening:
             if self._closed:
-                raise self._refusal(None, "the place is closed")
+                return None
             if self._depot is None:
                 if self.directory is None:
                     self.directory = default_directory()
@@ -132,11 +137,10 @@ class DiskPlace(Place):
                 self._finalizer = weakref.finalize(self, self._depot.end)
             return self._depot
 
-    def _refusal(self, nbytes: int | None, reason: str) -> OffloadError:
-        self.traffic.refused += 1
-        what = "Nothing" if nbytes is None else format_bytes(nbytes)
-        can = "can" if nbytes is None else "cannot"
-        return OffloadError(f"{what} {can} go to the disk in {self.where()}: {reason}. {_WAYS_OUT}")
+    def _refusal(self, nbytes: int, reason: str) -> OffloadError:
+        with self._opening:
+            self.traffic.refused += 1
+        return OffloadError(f"{format_bytes(nbytes)} cannot go to the disk in {self.where()}: {reason}. {_WAYS_OUT}")
 
     def _why_full(self, nbytes: int) -> str:
         if self.budget is not None and self.used_bytes + rounded(nbytes) > self.budget:
@@ -160,13 +164,15 @@ class DiskContent(Content):
         depot: of the place.
         room: for the bytes.
         source: see :meth:`Place.take`.
+        direct: by GPUDirect Storage.
     """
 
-    def __init__(self, place: DiskPlace, depot: Depot, room: Room, source: Tensor) -> None:
+    def __init__(self, place: DiskPlace, depot: Depot, room: Room, source: Tensor, direct: bool) -> None:
         self.nbytes = source.nbytes
         self._place = place
         self._depot = depot
         self._room = room
+        self._direct = direct
         self._steps = steps_of(room.extents, source.nbytes, depot.chunk)
         self._sums: list[int | None] = [None] * len(self._steps)
         self._released = False
@@ -249,7 +255,7 @@ class DiskContent(Content):
 
     def _write(self, index: int, transfer: Transfer, tensor: Tensor) -> None:
         step = self._steps[index]
-        if gpu_direct.wanted(tensor, self._place.checksum):
+        if self._direct:
             part = tensor[step.begin : step.begin + step.nbytes]
             self._depot.direct_file.write(step.offset, part, transfer.ready)
             return
@@ -261,7 +267,7 @@ class DiskContent(Content):
 
     def _read(self, index: int, transfer: Transfer, tensor: Tensor) -> None:
         step = self._steps[index]
-        if gpu_direct.wanted(tensor, self._place.checksum):
+        if self._direct:
             part = tensor[step.begin : step.begin + step.nbytes]
             self._depot.direct_file.read(step.offset, part, transfer.ready)
             return

@@ -9,8 +9,6 @@ import tempfile
 import weakref
 from collections.abc import Callable
 from errno import EIO
-from io import FileIO
-from typing import cast
 
 from lightning_remat.engine.offload.extents import BLOCK
 
@@ -39,8 +37,8 @@ class ScratchFile:
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        # Unbuffered, it is a FileIO, which the declared return type hides.
-        self._file = cast(FileIO, tempfile.TemporaryFile(dir=directory, prefix="lightning-remat-", buffering=0))
+        # noqa: it stays open for as long as the place is in use.
+        self._file = tempfile.TemporaryFile(dir=directory, prefix="lightning-remat-", buffering=0)  # noqa: SIM115
         try:
             self.direct = self._go_direct()
         except BaseException:
@@ -119,18 +117,22 @@ class ScratchFile:
         import fcntl  # not there on Windows, which has no O_DIRECT either
 
         flags = fcntl.fcntl(self.fileno(), fcntl.F_GETFL)
-        with mmap.mmap(-1, 2 * BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as room, memoryview(room) as view:
-            with view[:BLOCK] as written, view[BLOCK:] as read:
-                written[:] = os.urandom(BLOCK)
-                try:
-                    fcntl.fcntl(self.fileno(), fcntl.F_SETFL, flags | flag)
-                    self.direct = True
-                    self.write(0, written)
-                    self.read(0, read)
-                    if read == written:
-                        return True
-                except OSError:
-                    pass
+        with (
+            mmap.mmap(-1, 2 * BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as room,
+            memoryview(room) as view,
+            view[:BLOCK] as written,
+            view[BLOCK:] as read,
+        ):
+            written[:] = os.urandom(BLOCK)
+            try:
+                fcntl.fcntl(self.fileno(), fcntl.F_SETFL, flags | flag)
+                self.direct = True
+                self.write(0, written)
+                self.read(0, read)
+                if read == written:
+                    return True
+            except OSError:
+                pass
         self.direct = False
         fcntl.fcntl(self.fileno(), fcntl.F_SETFL, flags)
         return False

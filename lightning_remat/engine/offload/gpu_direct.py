@@ -1,4 +1,4 @@
-"""GPUDirect Storage: between the memory of a CUDA device and a disk with nothing in between, if ``kvikio`` is installed.
+"""GPUDirect Storage: between a CUDA device and a disk with no host memory in between, if ``kvikio`` is installed.
 
 Not measured yet, and not run on a GPU yet: what is tested is that a stand-in for ``kvikio`` is called as its
 documentation says (https://docs.rapids.ai/api/kvikio/stable/). Without ``kvikio`` nothing here has any effect.

@@ -1,7 +1,7 @@
 """Host memory as the place where contents go: pinned buffers, and a stream for each direction beside the current one.
 
-Nothing here makes the host wait for the device, except `HostPlace.close`. What must be in order is put in order by marks
-in streams that other streams wait for:
+Nothing here makes the host wait for the device, except `HostPlace.close`. What must be in order is put in order by
+marks in streams that other streams wait for:
 
 - A copy out waits for what the current stream has queued when it begins, since that makes the content. The current
   stream waits for the copy in `finish_out`.
@@ -61,8 +61,8 @@ class HostPlace:
         self.back_stream = streams.side()
         self.closed = False
         self._traffic = Traffic()
-        # Not reentrant on purpose. `release` may be called by a destructor in the middle of anything, also of what holds
-        # the lock; so it puts the buffer here and lets whoever gets the lock next do the rest.
+        # Not reentrant on purpose. `release` may be called by a destructor in the middle of anything, also of what
+        # holds the lock; so it puts the buffer here and lets whoever gets the lock next do the rest.
         self._lock = threading.Lock()
         self._returned: deque[Buffer] = deque()
         # Begin and end of what was queued, in the order in which it ends: out, back, the current stream's waits.
@@ -116,13 +116,13 @@ class HostPlace:
                     out.wait_event(buffer.last)
                 begun = streams.mark(out)
                 streams.copy(out, buffer.memory[: source.numel()], source)
-                buffer.last = streams.mark(out)
+                buffer.last = ended = streams.mark(out)
             except BaseException:
                 self.pool.give_back(buffer)
                 raise
-            self._spans[0].append((begun, buffer.last))
+            self._spans[0].append((begun, ended))
             self._traffic.bytes_out += source.numel()
-        return HostContent(self, buffer, source, current)
+        return HostContent(self, buffer, source, current, ended)
 
     def settle(self) -> None:
         """Add up the times of what has ended, and take back what was released; does not wait for anything."""
@@ -145,15 +145,15 @@ class HostPlace:
 
     # ------------------------------------------------------------------ for contents
 
-    def copy_back(self, buffer: Buffer, into: Tensor, source_out: Event | None) -> Stream:
+    def copy_back(self, buffer: Buffer, into: Tensor, out: Event) -> Stream:
         """Queue the copy of a buffer to the device; returns the stream that was current."""
         streams, back = self.streams, self.back_stream
         with self._lock:
             self._tidy()
             current = streams.current()
             back.wait_event(streams.mark(current))
-            if source_out is not None and not source_out.query():
-                back.wait_event(source_out)
+            if not out.query():
+                back.wait_event(out)
             begun = streams.mark(back)
             streams.copy(back, into, buffer.memory[: into.numel()])
             buffer.last = streams.mark(back)
@@ -189,11 +189,10 @@ class HostPlace:
 class HostContent:
     """One storage's bytes in a pinned buffer; see `Content`."""
 
-    def __init__(self, place: HostPlace, buffer: Buffer, source: Tensor, stream: Stream) -> None:
+    def __init__(self, place: HostPlace, buffer: Buffer, source: Tensor, stream: Stream, out: Event) -> None:
         self.nbytes = source.numel()
         self._place = place
-        self._out = buffer.last
-        self._is_out = False
+        self._out = out
         self._source: Tensor | None = source
         self._made_on = stream
         self._back: tuple[Tensor, Stream] | None = None
@@ -203,7 +202,7 @@ class HostContent:
     def is_out(self) -> bool:
         """See `Content`."""
         try:
-            return self._is_out or self._out is None or self._out.query()
+            return self._out.query()
         except RuntimeError:  # the device has failed, and whoever waits for it will be told
             return False
 
@@ -217,7 +216,6 @@ class HostContent:
         self._buffer()
         if self._source is None:
             return
-        assert self._out is not None
         current = self._place.streams.current()
         self._place.wait(current, self._out)
         if self._made_on != current:
@@ -250,8 +248,8 @@ class HostContent:
             buffer = self._buffers.pop()
         except IndexError:
             return
-        # A copy that is on its way reads the source or writes to `into`, which now may be freed before any stream of the
-        # step has waited for it. Writing late would be fatal. Reading late gives bytes that nobody wants, but the
+        # A copy that is on its way reads the source or writes to `into`, which now may be freed before any stream of
+        # the step has waited for it. Writing late would be fatal. Reading late gives bytes that nobody wants, but the
         # memory must be there. So the allocator has to know.
         source, back = self._source, self._back
         self._source = self._back = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 
 import pytest
@@ -135,7 +136,7 @@ def test_a_driver_that_refuses_is_asked_again_without_what_is_idle() -> None:
     pool.take(10 * MIB)  # a slab of 32 MiB is too much
     assert driver.asked == [16 * MIB, 16 * MIB]
     assert driver.trims == [0]
-    with pytest.raises(OffloadError, match="cannot pin 16,777,216 bytes of host memory: CUDA error: out of memory$"):
+    with pytest.raises(OffloadError, match=r"cannot pin 16,777,216 bytes of host memory: CUDA error: out of memory$"):
         pool.take(16 * MIB)
     assert pool.held_bytes == 16 * MIB
 
@@ -165,5 +166,5 @@ def test_the_books_are_right_whatever_happens(steps: list[tuple[str, int]]) -> N
         assert pool.held_bytes == driver.alive <= 10 * MIB
         assert pool.used_bytes == sum(b.nbytes for b in out) <= pool.held_bytes
         spans = sorted((id(b.slab), b.memory.storage_offset(), b.nbytes) for b in out)
-        for (slab, start, size), (other, begin, _) in zip(spans, spans[1:], strict=False):
+        for (slab, start, size), (other, begin, _) in itertools.pairwise(spans):
             assert slab != other or start + size <= begin

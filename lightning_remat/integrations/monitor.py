@@ -35,8 +35,8 @@ def figures(remat: Remat) -> dict[str, float]:
     ``peak_bytes``, ``predicted_peak_bytes``, ``kept_bytes`` and ``budget_bytes`` belong to the plan; ``recompute_ms``
     and ``replayed_ops`` to the last step, and so do, where ``offload=`` is given, ``offloaded_bytes``,
     ``fetched_bytes``, ``transfer_wait_seconds`` and ``transfer_hidden`` (a share, from 0 to 1). The others count from
-    the beginning of the engine: ``evictions``, ``evicted_bytes``, ``out_of_memory``, ``retries``, ``retried_batches``, and, if anything is to be verified,
-    ``verified`` and ``verified_different``.
+    the beginning of the engine: ``evictions``, ``evicted_bytes``, ``out_of_memory``, ``retries``, ``retried_batches``,
+    and, if anything is to be verified, ``verified`` and ``verified_different``.
     """
     counters, stats, plan = remat.counters, remat.stats, remat.plan
     known: dict[str, float | None] = {

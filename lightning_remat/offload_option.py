@@ -150,7 +150,7 @@ def offload_from(option: object) -> Offload | None:
     if not isinstance(option, Offload):
         if isinstance(option, bool) or not isinstance(option, (str, os.PathLike)):
             raise ConfigurationError(
-                f"offload={option!r} is no place: give 'cpu' (host memory), 'disk' (the directory for temporary files), "
+                f"offload={option!r} is no place: give 'cpu' (host memory), 'disk' (a directory for temporary files), "
                 "a directory, or Offload(...) with one of these; leave it out to move nothing."
             )
         option = Offload(option)  # type: ignore[arg-type]  # any PathLike becomes a string there
@@ -174,8 +174,8 @@ def _destination(to: Any) -> str:
     named = os.fspath(to) if isinstance(to, (str, os.PathLike)) else None
     if not isinstance(named, str) or not named.strip() or "\0" in named:
         raise ConfigurationError(
-            f"Offload: to={to!r} names no place; give 'cpu' (host memory), 'disk' (the directory for temporary files) or "
-            "a directory."
+            f"Offload: to={to!r} names no place; give 'cpu' (host memory), 'disk' (a directory for temporary files) "
+            "or a directory."
         )
     return named
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import tempfile
 import warnings
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
@@ -23,8 +22,9 @@ class Offload:
     ``offload="disk"`` is short for ``offload=Offload("disk")``.
 
     Args:
-        to: ``"cpu"`` (host memory; it takes an accelerator to move them from), ``"disk"`` (the folder for temporary
-            files, which ``TMPDIR`` names), or a directory that is there. ``"./cpu"`` is a directory.
+        to: ``"cpu"`` (host memory; it takes an accelerator to move them from), ``"disk"`` (the directory for temporary
+            files, which ``TMPDIR`` names; the user's cache directory where that one is host memory), or a directory
+            that is there. ``"./cpu"`` is a directory.
         host_budget: the most host memory that they may take, with ``to="cpu"``: bytes, ``"20GiB"``, or a share of the
             host's memory, ``"50%"``. None: no limit but what can be had.
         disk_budget: the most that they may take on disk, for the other two: the same, a share being one of what is
@@ -86,7 +86,8 @@ class Offload:
         """The directory, absolute; None for host memory."""
         if self.place == "cpu":
             return None
-        return Path(tempfile.gettempdir() if self.to == "disk" else self.to).expanduser().absolute()
+        to: str | Path = _directories().default_directory() if self.to == "disk" else self.to
+        return Path(to).expanduser().absolute()
 
     @property
     def least_bytes(self) -> int:
@@ -133,8 +134,7 @@ class Offload:
                 f"offload: to={self.to!r} is neither 'cpu' nor 'disk', and there is no directory of that name in "
                 f"{str(directory.parent)!r}. Give one of the two, or a directory that is there."
             )
-        check = importlib.import_module("lightning_remat.engine.offload.directory").check_directory
-        warning = check(directory)
+        warning = _directories().check_directory(directory)
         if warning is not None:
             warnings.warn(warning, stacklevel=2)
 
@@ -150,7 +150,7 @@ def offload_from(option: object) -> Offload | None:
     if not isinstance(option, Offload):
         if isinstance(option, bool) or not isinstance(option, (str, os.PathLike)):
             raise ConfigurationError(
-                f"offload={option!r} is no place: give 'cpu' (host memory), 'disk' (the folder for temporary files), "
+                f"offload={option!r} is no place: give 'cpu' (host memory), 'disk' (a directory for temporary files), "
                 "a directory, or Offload(...) with one of these; leave it out to move nothing."
             )
         option = Offload(option)  # type: ignore[arg-type]  # any PathLike becomes a string there
@@ -158,6 +158,11 @@ def offload_from(option: object) -> Offload | None:
     if option.to not in ("cpu", "disk"):
         option = replace(option, to=str(option.directory))
     return option
+
+
+def _directories() -> Any:
+    """The module that knows directories; only for those who offload."""
+    return importlib.import_module("lightning_remat.engine.offload.directory")
 
 
 def _destination(to: Any) -> str:
@@ -169,8 +174,8 @@ def _destination(to: Any) -> str:
     named = os.fspath(to) if isinstance(to, (str, os.PathLike)) else None
     if not isinstance(named, str) or not named.strip() or "\0" in named:
         raise ConfigurationError(
-            f"Offload: to={to!r} names no place; give 'cpu' (host memory), 'disk' (the folder for temporary files) or "
-            "a directory."
+            f"Offload: to={to!r} names no place; give 'cpu' (host memory), 'disk' (a directory for temporary files) "
+            "or a directory."
         )
     return named
 

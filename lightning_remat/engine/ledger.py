@@ -15,6 +15,7 @@ from weakref import ref as weakref
 import torch
 from torch import Tensor, nn
 
+from lightning_remat.engine.offload.moved import moved_of
 from lightning_remat.engine.replay import Clock
 from lightning_remat.engine.rules import rule_for
 from lightning_remat.engine.store import forgetter
@@ -38,11 +39,12 @@ class Line:
     dropped_bytes: int = 0
     replayed_ops: int = 0
     replay_seconds: float = 0.0
+    offloaded_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class Saved:
-    """One storage that autograd saved: its size in bytes, how it was used, and where it comes from."""
+    """One storage that autograd saved: its size in bytes, how it was used, where it comes from, what became of it."""
 
     nbytes: int
     shape: tuple[int, ...]
@@ -50,6 +52,7 @@ class Saved:
     module: str
     op: str
     dropped: bool
+    offloaded: bool = False
 
 
 class ModuleStack:
@@ -99,8 +102,10 @@ class Ledger:
         self.saved: list[Saved] = []
         self._made: dict[Any, tuple[str, str]] = {}  # storage -> (module, op) that made it
         self._counted: dict[Any, None] = {}
+        self._dropped: dict[Any, None] = {}  # booked as dropped, and neither kept nor moved since
         self._forget_made = forgetter(self._made)
         self._forget_counted = forgetter(self._counted)
+        self._forget_dropped = forgetter(self._dropped)
 
     def line(self, module: str, op: str) -> Line:
         """The books of one kind of op in one module."""
@@ -133,7 +138,9 @@ class Ledger:
             value = reference()
             if value is not None:
                 o = out[position] if isinstance(out, (tuple, list)) else out
-                line.dropped_bytes += o.untyped_storage().nbytes()
+                storage = o.untyped_storage()
+                line.dropped_bytes += storage.nbytes()
+                self._dropped[weakref(storage, self._forget_dropped)] = None
 
     def packed(self, tensor: Tensor, packed: Any) -> None:
         """Autograd has saved a tensor."""
@@ -145,10 +152,11 @@ class Ledger:
             return
         self._counted[key] = None
         module, op = self._made.get(weakref(storage), ("", OUTSIDE))
-        dropped = packed[0].__class__ is Value
+        absent = packed[0].__class__ is Value
+        moved = absent and moved_of(packed[0]) is not None
         nbytes = storage.nbytes()
-        self.saved.append(Saved(nbytes, tuple(tensor.shape), tensor.dtype, module, op, dropped))
-        if not dropped and weakref(storage) in self._made:
+        self.saved.append(Saved(nbytes, tuple(tensor.shape), tensor.dtype, module, op, absent and not moved, moved))
+        if not absent and weakref(storage) in self._made:
             self.line(module, op).kept_bytes += nbytes
 
     def kept(self, tensor: Tensor, value: Value) -> None:
@@ -158,12 +166,21 @@ class Ledger:
         if made is not None:
             line = self.line(*made)
             line.dropped_bytes -= storage.nbytes()
+            self._dropped.pop(weakref(storage), None)
             if value.flags & PACKED:  # otherwise it counts when somebody saves or reads it, if anybody does
                 line.kept_bytes += storage.nbytes()
                 self._counted[weakref(storage, self._forget_counted)] = None
 
     def left(self, tensor: Tensor, value: Value) -> None:
-        """A content leaves the device."""
+        """A content leaves the device: one that would be kept, or one that was dropped before (at a border)."""
+        storage = tensor.untyped_storage()
+        made = self._made.get(weakref(storage))
+        if made is not None:
+            line = self.line(*made)
+            line.offloaded_bytes += storage.nbytes()
+            if weakref(storage) in self._dropped:
+                del self._dropped[weakref(storage)]
+                line.dropped_bytes -= storage.nbytes()
 
     def still_read(self, values: Iterable[Value]) -> None:
         """The step is over, and recorded ops that backward may need go on reading these values."""
@@ -188,6 +205,7 @@ class Ledger:
         """Forget storages; the figures stay."""
         self._made.clear()
         self._counted.clear()
+        self._dropped.clear()
 
 
 class LedgerTape(Tape):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types

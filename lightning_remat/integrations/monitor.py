@@ -33,9 +33,10 @@ def figures(remat: Remat) -> dict[str, float]:
     """What is known now, by the names under which it is logged; what is not known is left out.
 
     ``peak_bytes``, ``predicted_peak_bytes``, ``kept_bytes`` and ``budget_bytes`` belong to the plan; ``recompute_ms``
-    and ``replayed_ops`` to the last step. The others count from the beginning of the engine: ``evictions``,
-    ``evicted_bytes``, ``out_of_memory``, ``retries``, ``retried_batches``, and, if anything is to be verified,
-    ``verified`` and ``verified_different``.
+    and ``replayed_ops`` to the last step, and so do, where ``offload=`` is given, ``offloaded_bytes``,
+    ``fetched_bytes``, ``transfer_wait_seconds`` and ``transfer_hidden`` (a share, from 0 to 1). The others count from
+    the beginning of the engine: ``evictions``, ``evicted_bytes``, ``out_of_memory``, ``retries``, ``retried_batches``,
+    and, if anything is to be verified, ``verified`` and ``verified_different``.
     """
     counters, stats, plan = remat.counters, remat.stats, remat.plan
     known: dict[str, float | None] = {
@@ -53,6 +54,13 @@ def figures(remat: Remat) -> dict[str, float]:
         "verified": counters.verified if remat.verifier is not None else None,
         "verified_different": counters.verified_different if remat.verifier is not None else None,
     }
+    if remat.offload is not None:
+        known |= {
+            "offloaded_bytes": counters.last_bytes_out,
+            "fetched_bytes": counters.last_bytes_in,
+            "transfer_wait_seconds": counters.last_waited_seconds,
+            "transfer_hidden": counters.last_hidden,
+        }
     return {name: float(value) for name, value in known.items() if value is not None}
 
 

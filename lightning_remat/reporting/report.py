@@ -1,4 +1,4 @@
-"""The report of a step: per module and kind of op, what was kept, dropped and computed again."""
+"""The report of a step: per module and kind of op, what was kept, moved, dropped and computed again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from lightning_remat.engine.ledger import Ledger
+from lightning_remat.engine.ledger import Ledger, Line
 from lightning_remat.reporting.text import Folding, Plain
 from lightning_remat.sizes import format_bytes
 
@@ -20,6 +20,15 @@ class Row:
     dropped_bytes: int = 0
     replayed_ops: int = 0
     replay_seconds: float = 0.0
+    offloaded_bytes: int = 0
+
+    def add(self, other: Row | Line) -> None:
+        """Sum up."""
+        self.kept_bytes += other.kept_bytes
+        self.dropped_bytes += other.dropped_bytes
+        self.replayed_ops += other.replayed_ops
+        self.replay_seconds += other.replay_seconds
+        self.offloaded_bytes += other.offloaded_bytes
 
 
 def rows_of(blocks: list[str], ledger: Ledger | None) -> dict[tuple[str, str], Row]:
@@ -27,12 +36,8 @@ def rows_of(blocks: list[str], ledger: Ledger | None) -> dict[tuple[str, str], R
     rows: dict[tuple[str, str], Row] = defaultdict(Row)
     folding = Folding(blocks)
     for line in ledger.lines.values() if ledger is not None else ():
-        if line.kept_bytes or line.dropped_bytes or line.replayed_ops:
-            row = rows[folding.name(line.module), line.kind]
-            row.kept_bytes += line.kept_bytes
-            row.dropped_bytes += line.dropped_bytes
-            row.replayed_ops += line.replayed_ops
-            row.replay_seconds += line.replay_seconds
+        if line.kept_bytes or line.dropped_bytes or line.replayed_ops or line.offloaded_bytes:
+            rows[folding.name(line.module), line.kind].add(line)
     return rows
 
 
@@ -46,23 +51,24 @@ def report_table(title: str, blocks: list[str], ledger: Ledger | None) -> Report
     table = Report(title=title, caption=caption, title_justify="left", caption_justify="left")
     table.add_column("module", overflow="fold")
     table.add_column("ops", no_wrap=True)
-    for name in ("kept", "dropped", "replayed ops", "replay ms"):
-        table.add_column(name, justify="right")
+    rows = rows_of(blocks, ledger)
     total = Row()
-    for (module, kind), row in rows_of(blocks, ledger).items():
-        table.add_row(module or "(outside of modules)", kind, *_cells(row))
-        total.kept_bytes += row.kept_bytes
-        total.dropped_bytes += row.dropped_bytes
-        total.replayed_ops += row.replayed_ops
-        total.replay_seconds += row.replay_seconds
+    for row in rows.values():
+        total.add(row)
+    moved = bool(total.offloaded_bytes)
+    for name in ("kept", *(("offloaded",) if moved else ()), "dropped", "replayed ops", "replay ms"):
+        table.add_column(name, justify="right")
+    for (module, kind), row in rows.items():
+        table.add_row(module or "(outside of modules)", kind, *_cells(row, moved))
     table.add_section()
-    table.add_row("all", "", *_cells(total))
+    table.add_row("all", "", *_cells(total, moved))
     return table
 
 
-def _cells(row: Row) -> tuple[str, str, str, str]:
+def _cells(row: Row, moved: bool) -> tuple[str, ...]:
     return (
         format_bytes(row.kept_bytes),
+        *((format_bytes(row.offloaded_bytes),) if moved else ()),
         format_bytes(row.dropped_bytes),
         str(row.replayed_ops),
         f"{row.replay_seconds * 1e3:.2f}",

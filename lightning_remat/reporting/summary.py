@@ -49,6 +49,16 @@ def since(now: Counters, before: Counters) -> Counters:
         recompute_seconds=now.recompute_seconds,
         verified=now.verified - before.verified,
         verified_different=now.verified_different - before.verified_different,
+        bytes_out=now.bytes_out - before.bytes_out,
+        bytes_in=now.bytes_in - before.bytes_in,
+        transfer_seconds=now.transfer_seconds - before.transfer_seconds,
+        waited_seconds=now.waited_seconds - before.waited_seconds,
+        offload_failures=now.offload_failures - before.offload_failures,
+        offload_refused=now.offload_refused - before.offload_refused,
+        last_bytes_out=now.last_bytes_out,
+        last_bytes_in=now.last_bytes_in,
+        last_transfer_seconds=now.last_transfer_seconds,
+        last_waited_seconds=now.last_waited_seconds,
         notes=now.notes[len(before.notes) :],
     )
 
@@ -78,6 +88,7 @@ def in_lines(training: Training) -> str:
         f"  run again   {counted(c.replayed_ops, 'op')} in the last step; {format_seconds(training.recompute_seconds)} "
         f"in all, {three_digits(share)} % of the time"
     )
+    lines += _moved(c)
     if c.out_of_memory or c.evictions or c.retries:
         lines.append(f"  memory ran out {counted(c.out_of_memory, 'time')}")
     if c.evictions:
@@ -92,6 +103,22 @@ def in_lines(training: Training) -> str:
         lines.append(f"  verified    {some if c.verified else none}")
     lines += [f"  {'decided' if i == 0 else '':11} {note}" for i, note in enumerate(shortened(c.notes))]
     return "\n".join(lines)
+
+
+def _moved(c: Counters) -> list[str]:
+    """What left the device, and what stayed although it was to leave."""
+    lines = []
+    if c.bytes_out or c.bytes_in:
+        hidden = f", {c.hidden:.0%} hidden" if c.hidden is not None else ""
+        lines.append(
+            f"  moved       {format_size(c.bytes_out)} out, {format_size(c.bytes_in)} back; waited "
+            f"{format_seconds(c.waited_seconds)} for {format_seconds(c.transfer_seconds)} of transfers{hidden}"
+        )
+    if c.offload_refused:
+        lines.append(f"  no room     for {counted(c.offload_refused, 'value')} that were to leave: they stayed")
+    if c.offload_failures:
+        lines.append(f"  failed      {counted(c.offload_failures, 'transfer')}")
+    return lines
 
 
 def shortened(notes: Sequence[str]) -> list[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from lightning_remat.engine.offload.place import Traffic
+
 MOST_NOTES = 500
 """Decisions that are remembered: a run that never fits well makes one in every step."""
 
@@ -26,6 +28,13 @@ class Counters:
         recompute_seconds: wall-clock time of those.
         verified: values that were compared with the true ones.
         verified_different: of these, how many differed.
+        bytes_out: bytes that have left the device, in all steps.
+        bytes_in: bytes that have come back.
+        transfer_seconds: for how long transfers ran, whether anybody waited or not.
+        waited_seconds: for how long steps stood still for them.
+        offload_failures: contents that could not be written or read, or did not come back as they were.
+        offload_refused: contents that stayed since there was no room for them.
+        last_bytes_out, last_bytes_in, last_transfer_seconds, last_waited_seconds: the same of the last step alone.
         notes: what was decided and why, in order.
     """
 
@@ -42,10 +51,46 @@ class Counters:
     recompute_seconds: float = 0.0
     verified: int = 0
     verified_different: int = 0
+    bytes_out: int = 0
+    bytes_in: int = 0
+    transfer_seconds: float = 0.0
+    waited_seconds: float = 0.0
+    offload_failures: int = 0
+    offload_refused: int = 0
+    last_bytes_out: int = 0
+    last_bytes_in: int = 0
+    last_transfer_seconds: float = 0.0
+    last_waited_seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def hidden(self) -> float | None:
+        """Share of the transfers' time in which steps went on, in all steps; None: nothing was moved."""
+        return _hidden(self.transfer_seconds, self.waited_seconds)
+
+    @property
+    def last_hidden(self) -> float | None:
+        """The same of the last step."""
+        return _hidden(self.last_transfer_seconds, self.last_waited_seconds)
+
+    def moved(self, step: Traffic) -> None:
+        """A step is over, and this is what it moved: its own figures, not those of a place that counts on."""
+        seconds = step.seconds_out + step.seconds_in
+        self.last_bytes_out, self.last_bytes_in = step.bytes_out, step.bytes_in
+        self.last_transfer_seconds, self.last_waited_seconds = seconds, step.waited_seconds
+        self.bytes_out += step.bytes_out
+        self.bytes_in += step.bytes_in
+        self.transfer_seconds += seconds
+        self.waited_seconds += step.waited_seconds
+        self.offload_failures += step.failures
+        self.offload_refused += step.refused
 
     def note(self, text: str) -> None:
         """Write a decision down; of very many, the first are forgotten."""
         if not self.notes or self.notes[-1] != text:
             self.notes.append(text)
         del self.notes[:-MOST_NOTES]
+
+
+def _hidden(transfers: float, waited: float) -> float | None:
+    return max(0.0, 1.0 - waited / transfers) if transfers > 0 else None

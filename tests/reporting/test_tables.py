@@ -1,6 +1,7 @@
 """What users are shown."""
 
 import io
+import re
 
 import pytest
 import torch
@@ -8,9 +9,16 @@ from rich.console import Console
 from torch import nn
 
 from lightning_remat import Remat, print_kept
+from lightning_remat.engine.actions import ActionTable
+from lightning_remat.engine.ledger import Ledger, ModuleStack
+from lightning_remat.engine.moving import MovingLedgerTape
+from lightning_remat.engine.offload.mover import Mover
+from lightning_remat.engine.policies import KEEP_ALL, SELECTIVE
+from lightning_remat.engine.replay import Clock
 from lightning_remat.reporting.kept import kept_by
-from lightning_remat.reporting.report import rows_of
+from lightning_remat.reporting.report import report_table, rows_of
 from lightning_remat.runtime.memory import measure_peak
+from tests.helpers.places import MemoryPlace
 
 X = torch.ones(16, 8)
 
@@ -104,3 +112,52 @@ def test_kept_bytes_are_those_that_are_alive(policy: str) -> None:
     alive = measure_peak(step).left_bytes
     reported = sum(row.kept_bytes for row in rows_of(remat.blocks, remat.ledger).values())
     assert 0 <= alive - reported <= 8 * 5056 + 64
+
+
+def test_what_leaves_has_a_column_of_its_own() -> None:
+    """Bytes by hand, under a tape whose contents leave for a place in memory: none is kept, each counts once."""
+    model, place = Model(), MemoryPlace()
+    ledger = Ledger(ModuleStack())
+    tape = MovingLedgerTape(Clock(), ledger, Mover(place, min_bytes=16 * 32 * 4, in_flight=1))
+    tape.actions = ActionTable(KEEP_ALL.action)
+    with ledger.modules.watching(), tape.hooks, tape:
+        loss = model(X).sum()
+    tape.clear()
+    ledger.close()
+    loss.backward()
+    assert place.taken == 6
+    rows = rows_of([f"blocks.{i}" for i in range(3)], ledger)
+    inside = rows["blocks.*.0", "expensive"], rows["blocks.*.1", "cheap"]
+    assert [(row.offloaded_bytes, row.kept_bytes, row.dropped_bytes) for row in inside] == [(3 * 16 * 32 * 4, 0, 0)] * 2
+    assert [s.offloaded for s in ledger.saved if s.nbytes == 16 * 32 * 4] == [True] * 6
+    assert not any(s.dropped for s in ledger.saved)
+    moved = text_of(report_table("title", [], ledger))
+    assert re.search(r"kept.*offloaded.*dropped.*replayed ops", moved)
+    assert "12.0 KiB" in moved
+
+
+def test_without_offload_there_is_no_such_column() -> None:
+    remat = Remat(policy="full")
+    with remat:
+        Model()(X).sum().backward()
+    assert "offloaded" not in text_of(remat.report())
+
+
+def test_a_border_that_leaves_is_not_dropped_any_more() -> None:
+    """It was booked as dropped when its op ran, and leaves when the block is over."""
+    ledger = Ledger(ModuleStack())
+    place = MemoryPlace()
+    tape = MovingLedgerTape(Clock(), ledger, Mover(place, min_bytes=1, in_flight=1))
+    tape.actions = ActionTable(SELECTIVE.action)
+    x = torch.ones(16, 8, requires_grad=True)
+    with tape.hooks, tape:
+        y = x.sin()
+        line = ledger.lines["", "aten.sin.default"]
+        assert (line.dropped_bytes, line.offloaded_bytes) == (512, 0)
+        tape.keep_border(y)
+        assert (line.kept_bytes, line.dropped_bytes, line.offloaded_bytes) == (0, 0, 512)
+        loss = y.exp().sum()
+    tape.clear()
+    loss.backward()
+    assert place.taken == 1
+    assert torch.equal(x.grad, (torch.ones(16, 8).sin().exp() * torch.ones(16, 8).cos()))

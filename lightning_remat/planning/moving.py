@@ -33,7 +33,7 @@ from lightning_remat.planning.simulator import (
     Simulation,
     Simulator,
 )
-from lightning_remat.planning.trace import NEED, OTHER, RELEASE, RUN, SAVE, Event, Trace
+from lightning_remat.planning.trace import FREE, NEED, OTHER, RELEASE, RUN, SAVE, Event, Trace
 from lightning_remat.planning.transfer import Transfer
 
 # Moments that matter to transfers.
@@ -51,9 +51,17 @@ class MovingSimulator(Simulator):
         drop: for each op, whether its outputs are dropped.
         move: for each op that is not, whether its outputs leave the device.
         transfer: where to.
+        pace: of the trace, if it is known; see :func:`paces`.
     """
 
-    def __init__(self, trace: Trace, drop: Sequence[bool], move: Sequence[bool], transfer: Transfer) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        drop: Sequence[bool],
+        move: Sequence[bool],
+        transfer: Transfer,
+        pace: tuple[list[float], dict[int, float]] | None = None,
+    ) -> None:
         super().__init__(trace, drop)
         self.move = move
         self.transfer = transfer
@@ -66,7 +74,7 @@ class MovingSimulator(Simulator):
         self.asked: list[int] = []
         self.marks: list[_Mark] = []
         self.passed = 0.0  # seconds since the last mark
-        self.run_seconds, self.need_seconds = paces(trace)
+        self.run_seconds, self.need_seconds = pace or paces(trace)
 
     def run(self, timeline: bool = False) -> Simulation:
         """Through all events."""
@@ -104,11 +112,21 @@ class MovingSimulator(Simulator):
     def play(self, events: Sequence[Event]) -> None:
         """Many events, as :meth:`step` does them; what mostly happens is written out here, since it takes most time."""
         state, saved, read, held, slot = self.state, self.saved, self.read, self.held, self.slot
-        nbytes = self.trace.nbytes
+        nbytes, dropped = self.trace.nbytes, self.dropped
         for now, (kind, a, b) in enumerate(events):
             if kind == SAVE:
                 slot[a] = b
                 saved[b] += 1
+            elif kind == NEED:
+                value = slot[a]
+                self.now = now
+                if value >= 0 and state[value] == _ABSENT:
+                    self.top = self.live
+                    self._restore(value)
+                self._mark(_AFTER, -1)
+                self.passed += self.need_seconds.get(now, 0.0)
+            elif kind == FREE and not dropped[a] and (saved[a] or read[a]):
+                held[a] = False
             elif kind == RELEASE:
                 value = slot[a]
                 if value >= 0:
@@ -325,6 +343,8 @@ class _Clock:
         self.fetched += n
 
     def _prefetch(self) -> None:
+        if self.ahead and self.ahead >= self.transfer.ahead_bytes:
+            return
         order, back, away = self.order, self.back, self.away
         while self.first < len(order) and order[self.first] in back:
             self.first += 1

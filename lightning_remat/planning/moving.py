@@ -4,9 +4,9 @@ What has left is like a dropped value whose op is "fetch it": an op that reads n
 rules of :class:`~lightning_remat.planning.simulator.Simulator` speak of dropped values, they hold for it as well; what
 comes on top:
 
-- A content leaves when something first holds it: autograd, or an op that can be run again and reads it. It goes into the *window*: it stays on the device, first in first out, and is
-  released when younger ones push it out, once its transfer is over. In the window it counts once, whether the program
-  holds it or not.
+- A content leaves when something first holds it: autograd, or an op that can be run again and reads it. It goes into
+  the *window*: it stays on the device, first in first out, and is released when younger ones push it out, once its
+  transfer is over. In the window it counts once, whether the program holds it or not.
 - Asked for while it is in the window, it is what it was. Else it is fetched: new memory, and a wait for the read.
 - After each request of backward, the contents that will be asked for next are fetched *ahead*, as long as what is there
   ahead of its time stays below a limit, or nothing is.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import fields, replace
+from statistics import median
 from weakref import WeakMethod
 
 import torch
@@ -14,12 +17,21 @@ from lightning_remat.engine.offload.host import HostPlace
 from lightning_remat.engine.offload.mover import Mover
 from lightning_remat.engine.offload.place import Place, Traffic
 from lightning_remat.engine.offload.streams import host_refusal
+from lightning_remat.engine.planned import PlannedTape
 from lightning_remat.engine.tape import Tape
 from lightning_remat.errors import ConfigurationError, OffloadError
 from lightning_remat.offload_option import Offload
+from lightning_remat.planning.trace import Trace
+from lightning_remat.planning.transfer import Transfer
+from lightning_remat.runtime.bandwidth import Bandwidth, bandwidth_of, device_name, key_of_disk, key_of_host
 from lightning_remat.runtime.counters import Counters
 from lightning_remat.runtime.room import free_memory
 from lightning_remat.runtime.saying import Once
+
+_IN_FLIGHT = 2  # contents of the largest size, in each direction, where nobody says how many bytes
+_IN_A_ROW = 4  # steps in which transfers are slower than measured
+_SLOWER = 2.0  # by more than this factor, until that is believed
+_WORTH_A_LOOK = 1 << 24  # bytes in a step, for its speed to say anything
 
 _MOST_FAILURES = 3
 """Steps that had to be run again for want of what had left; then nothing leaves any more."""
@@ -49,6 +61,9 @@ class Offloading:
         self._failed_steps = 0
         self._without = False  # the step to come
         self._counted = Traffic()
+        self._bandwidth: Bandwidth | None = None
+        self._cap: int | None = None
+        self._slower: list[float] = []
 
     def on(self, device: torch.device) -> Mover:
         """The mover for contents of a device.
@@ -72,11 +87,13 @@ class Offloading:
             if refusal is not None:
                 raise ConfigurationError(f"offload={option.to!r}: {refusal}")
             whole = free_memory(torch.device("cpu")).free_bytes or 0
-            return HostPlace(device, budget=option.budget_bytes(whole))
+            self._cap = option.budget_bytes(whole)
+            return HostPlace(device, budget=self._cap)
         directory = option.directory
         assert directory is not None  # of every disk
         whole = shutil.disk_usage(directory).free
-        return DiskPlace(directory, budget=option.budget_bytes(whole), checksum=option.checksum)
+        self._cap = option.budget_bytes(whole)
+        return DiskPlace(directory, budget=self._cap, checksum=option.checksum)
 
     # ------------------------------------------------------------------ steps
 
@@ -88,6 +105,9 @@ class Offloading:
         ahead: int | None = None,
     ) -> None:
         """A step begins under a tape; see :meth:`~lightning_remat.engine.offload.mover.Mover.begin`."""
+        if isinstance(tape, PlannedTape) and window is not None and tape.mover is not self.mover:
+            tape.mover = self.mover
+            self.eviction.attach(tape)  # which knows how to compute again what is lost
         mover = self.mover
         if mover is None:
             return
@@ -107,9 +127,73 @@ class Offloading:
 
     def count(self) -> None:
         """Take over what has been moved since the last time."""
-        mover = self.mover
-        if mover is None:
+        if self.mover is None:
             return
+        now = self.mover.place.traffic
+        before, self._counted = self._counted, replace(now)
+        step = Traffic(*[getattr(now, f.name) - getattr(before, f.name) for f in fields(Traffic)])
+        self.counters.moved(step)
+        self._hold_against(step)
+
+    # ------------------------------------------------------------------ how fast
+
+    def transfer(self, trace: Trace, device: torch.device) -> Transfer | None:
+        """What is known of the place, for plans of a trace; measured the first time. None: nothing moves there."""
+        if self.given_up:
+            return None
+        try:
+            mover = self.on(device)
+            if self._bandwidth is None:
+                self._bandwidth = self._measured(mover.place, device)
+        except OffloadError as error:
+            self.given_up = True
+            self._say("measuring", f"{error} Nothing is moved.")
+            return None
+        rates = self._bandwidth
+        largest = max(trace.nbytes, default=0)
+        in_flight = self.option.in_flight_bytes
+        bound = _IN_FLIGHT * largest if in_flight is None else in_flight
+        return Transfer(
+            out_bytes_per_second=rates.out_bytes_per_second,
+            in_bytes_per_second=rates.in_bytes_per_second,
+            latency_seconds=rates.latency_seconds,
+            # Elsewhere the processor has time while the device computes.
+            cpu_seconds_per_byte=rates.cpu_seconds_per_byte / (os.cpu_count() or 1) if device.type == "cpu" else 0.0,
+            min_bytes=self.option.least_bytes,
+            window_bytes=bound,
+            ahead_bytes=bound,
+            cap_bytes=self._cap,
+        )
+
+    def _measured(self, place: Place, device: torch.device) -> Bandwidth:
+        option = self.option
+        if option.directory is None:
+            key, where = key_of_host(device), device_name(device)
+        else:
+            key, where = key_of_disk(option.directory, option.checksum), str(option.directory)
+        found = bandwidth_of(place, key, where, device=device)
+        self._counted = replace(place.traffic)
+        if self.mover is not None:
+            self.mover.seconds_per_byte = 1 / found.out_bytes_per_second + 1 / found.in_bytes_per_second
+        return found
+
+    def _hold_against(self, step: Traffic) -> None:
+        """See whether a step's transfers were as fast as those that were measured; if not for a while, say so."""
+        rates = self._bandwidth
+        if rates is None or min(step.bytes_out, step.bytes_in) < _WORTH_A_LOOK:
+            return
+        expected = step.bytes_out / rates.out_bytes_per_second + step.bytes_in / rates.in_bytes_per_second
+        slower = (step.seconds_out + step.seconds_in) / expected
+        self._slower = [*self._slower[1 - _IN_A_ROW :], slower]
+        if len(self._slower) == _IN_A_ROW and min(self._slower) > _SLOWER:
+            factor = median(self._slower)
+            self._slower = []
+            self._bandwidth = replace(
+                rates,
+                out_bytes_per_second=rates.out_bytes_per_second / factor,
+                in_bytes_per_second=rates.in_bytes_per_second / factor,
+            )
+            self.counters.note(f"transfers take {factor:.1f} times as long as was measured: plans are made anew")
 
     def close(self) -> None:
         """Give everything back. It may go on later."""

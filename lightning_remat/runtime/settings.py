@@ -89,6 +89,11 @@ def checked(
         # Naming blocks asks for their borders; without them a function over ops decides about everything.
         parsed = replace(parsed, segment=1)
     plan = PlanFile.load(path) if path is not None else None
+    if plan is not None and any(plan.move) and place is None:
+        raise ConfigurationError(
+            f"policy={path!r}: this plan moves activations off the device, and nothing says where to: give offload= as "
+            "in the run that made it, or make a plan without."
+        )
     planned = auto or (offload_only and size is not None)
     return Settings(parsed, planned, size, path, plan, margin, retries, verify_every_n_steps, not offload_only, place)
 

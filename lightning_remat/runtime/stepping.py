@@ -156,7 +156,15 @@ class Stepping:
         if settings.plan_path is not None and settings.plan is not None:
             pilot = FilePilot(settings.plan_path, settings.plan, self._clock)
         elif settings.auto:
-            pilot = Pilot(settings.budget, self._clock, self._modules, settings.margin, self.counters)
+            pilot = Pilot(
+                settings.budget,
+                self._clock,
+                self._modules,
+                settings.margin,
+                self.counters,
+                self.offloading,
+                settings.recompute,
+            )
         else:
             return None
         for op in self._kept_ops:
@@ -210,6 +218,8 @@ class Stepping:
 
     def press(self) -> None:
         """Memory ran out: from the next step on, be ready for it."""
+        if self.offloading is not None:
+            self.offloading.on(device_of(self._binding.roots))
         tapes = [self._tape, self._moving_tape, self._pilot.tape if self._pilot is not None else None]
         self._readiness.begin([tape for tape in tapes if tape is not None])
 
@@ -264,7 +274,11 @@ class Stepping:
             return
         tape = self._planned_tape() or self._choose_tape()
         if self.offloading is not None:
-            self.offloading.begin(tape)
+            pilot = self._pilot
+            moves = pilot.moves if pilot is not None and tape is pilot.tape else (None, None, None)
+            if moves[1] is not None:
+                self.offloading.on(device_of(self._binding.roots))
+            self.offloading.begin(tape, *moves)
         self._clock.reset()
         stack = self._stack = ExitStack()
         self._active = tape
@@ -334,7 +348,7 @@ class Stepping:
 
     def _mover(self) -> Mover | None:
         """Moves what a fixed policy keeps; None if that is to stay."""
-        if self.offloading is None or self._pilot is not None:
+        if self.offloading is None or (self._pilot is not None and not self._pilot.moves_all):
             return None
         return self.offloading.on(device_of(self._binding.roots))
 

@@ -8,15 +8,17 @@ step.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
 from lightning_remat.errors import BudgetError
 from lightning_remat.planning.plan import PlanResult
-from lightning_remat.planning.planner import Planner, pareto
+from lightning_remat.planning.planner import pareto
 from lightning_remat.planning.simulator import simulate
-from lightning_remat.planning.trace import NEED
+from lightning_remat.planning.trace import NEED, Trace
+from lightning_remat.planning.transfer import Transfer
 from lightning_remat.runtime.counters import Counters
 from lightning_remat.runtime.measuring import Measurement
 from lightning_remat.runtime.room import default_budget
@@ -47,6 +49,8 @@ class Chooser:
 
     Attributes:
         error: a fault that makes planning impossible.
+        transfer: says for a trace what is known of the place that its contents may move to; None: nothing moves.
+        recompute: whether a plan may drop anything.
     """
 
     def __init__(self, budget: int | float | None, margin: int | str, counters: Counters, warn: Once) -> None:
@@ -58,6 +62,8 @@ class Chooser:
         self._warn = warn
         self._default: int | None = None
         self._frozen = False
+        self.transfer: Callable[[Trace], Transfer | None] | None = None
+        self.recompute = True
 
     def note(self, text: str) -> None:
         """Write a decision down."""
@@ -110,6 +116,11 @@ class Chooser:
         budget = known.result.budget_bytes if known.result is not None else 0
         return abs(static - known.static) > (CLOSE - 1) * budget
 
+    def place_changed(self, known: Known) -> bool:
+        """Whether the place that a plan moves contents to is no longer what it was taken for."""
+        transfer = known.result.transfer if known.result is not None else None
+        return transfer is not None and self.transfer is not None and self.transfer(known.trace) != known.transfer
+
     def plan(self, known: Known, static: int, parts: dict[str, int], budget: int) -> None:
         """Put a plan into force that is within the budget, as far as is known; sets :attr:`error` if that fails."""
         tuner = known.tuner
@@ -138,7 +149,12 @@ class Chooser:
         self.note(f"{text} ({tuner.why})" if tuner.why else text)
 
     def _searched(self, known: Known, target: int, static: int, parts: dict[str, int], budget: int) -> PlanResult:
-        planner = known.planner = known.planner or Planner(known.trace)
+        planner = known.planner = known.planner or known.new_planner()
+        if self.transfer is not None and planner.plain.peak_bytes > target:
+            # Only now, since nobody's disk is measured for nothing.
+            known.moves_to(self.transfer(known.trace), self.recompute)
+            if known.planner is not planner:
+                planner = known.planner = known.new_planner()
         try:
             return planner.result(static + target, static, parts)
         except BudgetError as error:
@@ -221,7 +237,8 @@ def kept_bytes(known: Known) -> int:
     if known.result is None:
         return 0
     turn = next((i for i, event in enumerate(known.trace.events) if event[0] == NEED), len(known.trace.events))
-    levels = simulate(known.trace, known.result.chosen.drop, timeline=True).levels
+    chosen = known.result.chosen
+    levels = simulate(known.trace, chosen.drop, True, chosen.move, known.result.transfer).levels
     return levels[turn - 1] if turn and levels else 0
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from lightning_remat.engine.ledger import Ledger
-from lightning_remat.engine.planned import PlannedTape, Script, careful_script, without
+from lightning_remat.engine.planned import DROPPED, MOVED, PlannedTape, Script, careful_script, without
 from lightning_remat.engine.policies import LEAN, SELECTIVE, Policy
 from lightning_remat.engine.replay import Clock
 from lightning_remat.engine.tape import Tape
@@ -44,8 +44,8 @@ class FilePilot:
         self.given_up = False
         self.ledger: Ledger | None = None
         names, sizes = self.plan.names, self.plan.elements
-        self._script: Script = list(zip(names, map(int, self.plan.drop), sizes, strict=True))
-        self._lean: Script = list(zip(names, map(int, self.plan.lean), sizes, strict=True))
+        self._script: Script = list(zip(names, _actions(plan.drop, plan.move), sizes, strict=True))
+        self._lean: Script = list(zip(names, _actions(plan.lean, plan.lean_move), sizes, strict=True))
         self._larger = False
         self._fits = False  # a step was as planned, from beginning to end
         self._said: set[str] = set()
@@ -61,6 +61,17 @@ class FilePilot:
             f"plan {self.path}: predicted peak {format_bytes(plan.peak_bytes)} for the step it was made from, "
             f"{sum(plan.drop)} of {len(plan.names)} ops run again"
         )
+
+    @property
+    def moves(self) -> tuple[list[int] | None, int | None, int | None]:
+        """See :attr:`~lightning_remat.runtime.tuning.pilot.Pilot.moves`; the order is found out."""
+        plan = self.plan
+        return (None, plan.window_bytes, plan.ahead_bytes) if plan.moves else (None, None, None)
+
+    @property
+    def moves_all(self) -> bool:
+        """Whether a step without a tape of ours is to move all that its policy keeps, if anything may move."""
+        return self._how == "policy" and not self.given_up
 
     def begin(self, roots: Sequence[nn.Module], has_borders: bool) -> Tape | None:
         """The tape for the coming step; None if a fixed policy has to do for it."""
@@ -162,3 +173,8 @@ class FilePilot:
         if topic not in self._said:
             self._said.add(topic)
             warn(f"policy={self.path!r}: {text}")
+
+
+def _actions(drop: Sequence[bool], move: Sequence[bool]) -> list[int]:
+    """For the script: what becomes of each op's outputs."""
+    return [MOVED if m else DROPPED if d else 0 for d, m in zip(drop, move or [False] * len(drop), strict=True)]

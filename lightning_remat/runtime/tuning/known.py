@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_remat.engine.planned import Script, script_for, without
+from lightning_remat.planning.moving import fetch_order
 from lightning_remat.planning.plan import Candidate, PlanResult, judged
 from lightning_remat.planning.planner import Planner, pareto
 from lightning_remat.planning.rescale import rescaled
 from lightning_remat.planning.trace import Trace
+from lightning_remat.planning.transfer import Transfer
 from lightning_remat.runtime.memory import PeakResult
 from lightning_remat.runtime.tuning.tuner import Tuner
 
@@ -53,7 +55,10 @@ class Known:
         tries: steps in which its peak is still to be measured.
         measured: what was counted in a step under the plan; None before.
         extra_seconds: time of replay in the last such step; None before.
-        like: plans for another shape of the same sequence.
+        like: plans for another shape of the same sequence: what they drop, and what they move.
+        transfer: where contents may move to; None: nothing moves.
+        recompute: whether a plan may drop anything.
+        order: contents that leave under the plan in force, by number, in the order in which they are asked for.
         met: how often a step turned out to be this one.
     """
 
@@ -78,7 +83,10 @@ class Known:
     tries: int = 0
     measured: PeakResult | None = None
     extra_seconds: float | None = None
-    like: tuple[tuple[bool, ...], ...] = ()
+    like: tuple[tuple[tuple[bool, ...], tuple[bool, ...]], ...] = ()
+    transfer: Transfer | None = None
+    recompute: bool = True
+    order: list[int] = field(default_factory=list)
     met: int = 0
 
     def __post_init__(self) -> None:
@@ -104,7 +112,9 @@ class Known:
 
         A search takes long in the middle of a step, and many a shape comes up once or twice only.
         """
-        tried = pareto([judged(self.trace, drop) for drop in (*self.like, (False,) * len(self.trace.ops))])
+        plain = judged(self.trace, (False,) * len(self.trace.ops))
+        known = [(d, m) for d, m in self.like if self.transfer is not None or not any(m)]
+        tried = pareto([*[judged(self.trace, drop, move, self.transfer) for drop, move in known], plain])
         fitting = [c for c in tried if static + c.peak_bytes <= budget]
         if not self.like or not fitting:
             return None
@@ -114,25 +124,32 @@ class Known:
             budget_bytes=budget,
             chosen=fitting[-1],
             front=tried,
-            plain=judged(self.trace, (False,) * len(self.trace.ops)),
+            plain=plain,
+            transfer=self.transfer,
         )
 
     def follow(self, result: PlanResult, static: int, parts: dict[str, int], target: int | None = None) -> None:
         """Put a plan into force."""
         self.result, self.static, self.parts = result, static, parts
         self.target = result.budget_bytes - static if target is None else target
-        self.stale, self.keeps_all = False, not any(result.chosen.drop)
+        chosen = result.chosen
+        self.stale, self.keeps_all = False, not any(chosen.drop) and not chosen.moves
+        self.order = []
+        if (
+            chosen.moves and result.transfer is not None
+        ):  # the trace may be that of another shape: the order is the same
+            self.order = fetch_order(result.trace, chosen.drop, chosen.move, result.transfer)
         self.tries, self.measured, self.extra_seconds = _TRIES, None, None
         self.script = self._script(result.chosen)
         self.lean = self._script(result.smallest)
 
     def _script(self, plan: Candidate) -> Script:
-        return script_for(self.functions, [op.size for op in self.trace.ops], plan.drop)
+        return script_for(self.functions, [op.size for op in self.trace.ops], plan.drop, plan.move)
 
     def tightest_plan(self) -> PlanResult:
         """The plan with the smallest peak that can be found, which may take a while; what is in force stays."""
-        planner = self.planner = self.planner or Planner(self.trace)
-        if self.result is not None:
+        planner = self.planner = self.planner or self.new_planner()
+        if self.result is not None and not self.result.smallest.moves:
             planner.judge(self.result.smallest.drop)
         return PlanResult(
             trace=self.trace,
@@ -141,7 +158,18 @@ class Known:
             chosen=planner.smallest(),
             front=(planner.smallest(),),
             plain=planner.plain,
+            transfer=self.transfer,
         )
+
+    def new_planner(self) -> Planner:
+        """A planner for its trace."""
+        return Planner(self.trace, self.transfer, recompute=self.recompute)
+
+    def moves_to(self, transfer: Transfer | None, recompute: bool) -> None:
+        """Say where contents may move to; if that is news, what was planned before is planned anew."""
+        if (transfer, recompute) != (self.transfer, self.recompute):
+            self.transfer, self.recompute = transfer, recompute
+            self.planner = None
 
     def never_drop(self, kept: set[str]) -> None:
         """Ops of these names are kept from now on; the plan has to be made anew."""
@@ -223,7 +251,9 @@ class KnownSteps:
             passes=base.passes,
             renewed=base.renewed,
             sequence=base.sequence,
-            like=tuple([c.drop for c in base.result.front]) if base.result is not None else (),
+            like=tuple([(c.drop, c.move) for c in base.result.front]) if base.result is not None else (),
+            transfer=base.transfer,
+            recompute=base.recompute,
             tuner=Tuner(ratio=base.tuner.ratio / (ESTIMATED if base.traced else 1.0), upward=False),
         )
         self.all.append(new)

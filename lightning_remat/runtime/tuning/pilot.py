@@ -9,8 +9,9 @@ tracing the steps to come until they come up again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
@@ -20,12 +21,16 @@ from torch.optim.optimizer import Optimizer
 
 from lightning_remat.engine.ledger import Ledger, ModuleStack
 from lightning_remat.engine.planned import PlannedTape, Script, careful_script
+from lightning_remat.engine.policies import ALL_KINDS
 from lightning_remat.engine.replay import Clock
 from lightning_remat.engine.tape import Tape
 from lightning_remat.planning.plan import PlanResult
+from lightning_remat.planning.trace import Trace
+from lightning_remat.planning.transfer import Transfer
 from lightning_remat.runtime.counters import Counters
 from lightning_remat.runtime.measuring import Measurement, StepWatch
 from lightning_remat.runtime.memory import ProfilerBusy
+from lightning_remat.runtime.offloading import Offloading
 from lightning_remat.runtime.saying import Once, in_words
 from lightning_remat.runtime.static import Optimizers, at_least, device_of, gradients_of, has_gradients, static_parts
 from lightning_remat.runtime.tracer import Tracer
@@ -53,6 +58,8 @@ class Pilot(Relief):
         modules: names of modules, for traces.
         margin: what is left free where there is no budget, as users write it.
         counters: where figures and decisions are written.
+        offloading: where contents may go; None: they stay.
+        recompute: whether a plan may drop anything.
 
     Attributes:
         known: everything that is known of steps.
@@ -73,9 +80,15 @@ class Pilot(Relief):
         modules: ModuleStack,
         margin: int | str = "5%",
         counters: Counters | None = None,
+        offloading: Offloading | None = None,
+        recompute: bool = True,
     ) -> None:
         self._say = Once("policy='auto'")
         super().__init__(budget, margin, counters if counters is not None else Counters(), self._say)
+        self.recompute = recompute
+        self.chooser.recompute = recompute
+        if offloading is not None:
+            self.chooser.transfer = partial(_transfer, offloading, self._roots)
         self.clock = clock
         self.modules = modules
         self.tape = PlannedTape(clock)
@@ -101,6 +114,15 @@ class Pilot(Relief):
     def result(self) -> PlanResult | None:
         """The plan for the largest step; None before there is one."""
         return self.main.result if self.main is not None else None
+
+    @property
+    def moves(self) -> tuple[list[int] | None, int | None, int | None]:
+        """Of the step that has begun: the order in which contents come back, the window, and what is read ahead."""
+        active = self._active
+        transfer = active.result.transfer if active is not None and active.result is not None else None
+        if active is None or transfer is None:
+            return None, None, None
+        return active.order if self._how == "plan" else None, transfer.window_bytes, transfer.ahead_bytes
 
     @property
     def roots(self) -> list[nn.Module]:
@@ -247,7 +269,7 @@ class Pilot(Relief):
             )
             return None
         ledger = Ledger(self.modules)
-        keeps: frozenset[str] = frozenset() if has_borders else frozenset({"expensive"})
+        keeps = ALL_KINDS if not self.recompute else frozenset({"expensive"} if not has_borders else ())
         tracer = Tracer(self.clock, ledger, device, keeps, self.tape.kept, gradients_of(roots))
         try:
             tracer.start()
@@ -355,6 +377,7 @@ class Pilot(Relief):
             Whether there is a plan to follow.
         """
         device = device_of(roots)
+        known.stale = known.stale or self.chooser.place_changed(known)
         anew = known.result is None or known.stale
         if anew or (self.optimizers.watching and known.steps != self.optimizers.steps):
             parts = static_parts(roots, self.optimizers.of(roots), device)
@@ -438,6 +461,10 @@ class Pilot(Relief):
                 return None
         self._active = self._last = found
         return found.script
+
+
+def _transfer(offloading: Offloading, roots: Iterable[nn.Module], trace: Trace) -> Transfer | None:
+    return offloading.transfer(trace, device_of(roots))
 
 
 def _call(method: WeakMethod[Callable[..., Script | None]], position: int, what: Any) -> Script | None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lightning_remat.engine.planned import PlannedTape
-from lightning_remat.engine.policies import Policy
+from lightning_remat.engine.policies import OFFLOAD_ONLY, Policy
 from lightning_remat.runtime.counters import Counters
 from lightning_remat.runtime.measuring import Measurement
 from lightning_remat.runtime.memory import ProfilerBusy
@@ -44,6 +44,7 @@ class Relief(ABC):
         given_up: no plan can be followed; a fixed policy has to do.
         off: the coming step (or the one that runs) needs no tape.
         chooser: makes the plans.
+        recompute: whether anything may be computed again.
         fallback: chooses the policy of steps without one.
         counters: where figures and decisions are written.
     """
@@ -74,6 +75,8 @@ class Relief(ABC):
         self._batch: Look | None = None
         self._begun_with: Look | None = None
         self._covered = Covered()
+        self._moves_for_good = False  # no fixed policy fits without that
+        self.recompute = True
 
     @property
     def main(self) -> Known | None:
@@ -82,7 +85,14 @@ class Relief(ABC):
 
     def policy(self, has_blocks: bool) -> Policy:
         """The policy for a step that there was no tape for."""
+        if not self.recompute:
+            return OFFLOAD_ONLY
         return self.fallback.policy(has_blocks, tightest=self._tight == FIXED)
+
+    @property
+    def moves_all(self) -> bool:
+        """Whether a step without a tape of ours is to move all that its policy keeps, if anything may move."""
+        return self._tight == FIXED or self._moves_for_good or not self.recompute
 
     @abstractmethod
     def _conclude(self) -> None:
@@ -191,6 +201,9 @@ class Relief(ABC):
                 text = f"under the plan with the smallest peak, {format_bytes(known.static + smallest.peak_bytes)}"
         elif how == "policy" or not how:
             text = None if tight == FIXED else self.fallback.failed()
+            if text is None and not self.moves_all and self.chooser.transfer is not None:
+                self._moves_for_good = True
+                text = "under the same policy, with what it keeps moved off the device"
             if text is None:
                 return None
         if text is None:

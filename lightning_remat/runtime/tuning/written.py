@@ -130,12 +130,13 @@ def _write_step(k: Known, source: int | None, known: KnownSteps) -> dict[str, An
         "static_bytes": k.static,
         "parts": dict(k.parts),
         "met": k.met,
-        "others": pack([_bits(drop) for drop in k.like]),
+        "others": pack([_bits(drop) for drop, move in k.like if not any(move)]),
         "tuning": _write_tuning(k),
         "plan": None,
         "planned_like": None,
     }
-    if k.result is not None:
+    # Plans in which something moves are made anew from the trace: the next machine may have another disk.
+    if k.result is not None and not any(c.moves for c in (k.result.chosen, *k.result.front)):
         result = k.result
         candidates = [result.chosen, result.plain, *result.front]
         step["plan"] = {
@@ -227,7 +228,7 @@ def _read_step(step: dict[str, Any], trace: Trace, unknown: set[str]) -> Known |
     if len(functions) < len(names):
         unknown |= names - functions.keys()
         return None
-    others = tuple([_drop(bits, trace) for bits in _list(unpack(step["others"]))])
+    others = tuple([(_drop(bits, trace), ()) for bits in _list(unpack(step["others"]))])
     parts = step["parts"]
     _require(isinstance(step["sequence"], str) and _whole(step["static_bytes"], -1), "a sequence and static memory")
     _require(_whole(step["passes"], 1) and _whole(step["met"], 0), "counts are whole numbers")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import warnings
 from dataclasses import KW_ONLY, dataclass, replace
@@ -11,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_remat.engine.offload import directory as directories
 from lightning_remat.errors import ConfigurationError
 from lightning_remat.sizes import parse_amount
 
@@ -86,7 +86,7 @@ class Offload:
         """The directory, absolute; None for host memory."""
         if self.place == "cpu":
             return None
-        to: str | Path = _directories().default_directory() if self.to == "disk" else self.to
+        to: str | Path = directories.default_directory() if self.to == "disk" else self.to
         return Path(to).expanduser().absolute()
 
     @property
@@ -134,7 +134,7 @@ class Offload:
                 f"offload: to={self.to!r} is neither 'cpu' nor 'disk', and there is no directory of that name in "
                 f"{str(directory.parent)!r}. Give one of the two, or a directory that is there."
             )
-        warning = _directories().check_directory(directory)
+        warning = directories.check_directory(directory)
         if warning is not None:
             warnings.warn(warning, stacklevel=2)
 
@@ -158,11 +158,6 @@ def offload_from(option: object) -> Offload | None:
     if option.to not in ("cpu", "disk"):
         option = replace(option, to=str(option.directory))
     return option
-
-
-def _directories() -> Any:
-    """The module that knows directories; only for those who offload."""
-    return importlib.import_module("lightning_remat.engine.offload.directory")
 
 
 def _destination(to: Any) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lightning_remat.planning.simulator import simulate
+from lightning_remat.planning.simulator import Simulation, simulate
 from lightning_remat.planning.trace import Trace
+from lightning_remat.planning.transfer import Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,12 +17,24 @@ class Candidate:
     Attributes:
         drop: for each op of the trace, whether its outputs are dropped and computed again when backward needs them.
         peak_bytes: most bytes at once, above what was there when the step began.
-        extra_seconds: time of all ops that run again.
+        extra_seconds: time of all ops that run again, of waits for transfers, and what transfers take from the step.
+        move: for each op, whether its outputs leave the device and come back when backward needs them; empty: none do.
+            What is dropped does not move.
+        waited_seconds: the part of ``extra_seconds`` in which the step stands still for transfers.
+        moved_bytes: bytes of all contents that leave in a step.
     """
 
     drop: tuple[bool, ...]
     peak_bytes: int
     extra_seconds: float
+    move: tuple[bool, ...] = ()
+    waited_seconds: float = 0.0
+    moved_bytes: int = 0
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything leaves the device."""
+        return any(self.move)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +49,7 @@ class PlanResult:
         front: candidates of which none is better than another in both peak and time, by rising peak. The chosen one is
             among them.
         plain: everything kept.
+        transfer: the place that contents move to; None: nothing moves.
     """
 
     trace: Trace
@@ -44,6 +58,7 @@ class PlanResult:
     chosen: Candidate
     front: tuple[Candidate, ...]
     plain: Candidate
+    transfer: Transfer | None = None
 
     @property
     def smallest(self) -> Candidate:
@@ -60,7 +75,16 @@ class PlanResult:
         return self.static_bytes + self.chosen.peak_bytes
 
 
-def judged(trace: Trace, drop: Sequence[bool]) -> Candidate:
-    """A plan with what the simulator says about it."""
-    found = simulate(trace, drop)
-    return Candidate(tuple(drop), found.peak, found.extra_seconds)
+def judged(
+    trace: Trace, drop: Sequence[bool], move: Sequence[bool] = (), transfer: Transfer | None = None
+) -> Candidate:
+    """A plan with what the simulator says about it; see :func:`~lightning_remat.planning.simulator.simulate`."""
+    found = simulate(trace, drop, False, move, transfer)
+    if not any(move):
+        return Candidate(tuple(drop), found.peak, found.extra_seconds)
+    return candidate_of(drop, move, found)
+
+
+def candidate_of(drop: Sequence[bool], move: Sequence[bool], found: Simulation) -> Candidate:
+    """A plan that was simulated."""
+    return Candidate(tuple(drop), found.peak, found.extra_seconds, tuple(move), found.waited_seconds, found.moved_bytes)

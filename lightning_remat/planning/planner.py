@@ -7,14 +7,18 @@ whole step, and then polished: see :class:`~lightning_remat.planning.polish.Poli
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 
 from lightning_remat.errors import BudgetError
+from lightning_remat.planning.offloading import Offloading
 from lightning_remat.planning.plan import Candidate, PlanResult, judged
 from lightning_remat.planning.polish import Polish
 from lightning_remat.planning.pricing import Pricing
 from lightning_remat.planning.search import Search
+from lightning_remat.planning.segments import layout_of
 from lightning_remat.planning.simulator import simulate
 from lightning_remat.planning.trace import OTHER, Trace
+from lightning_remat.planning.transfer import Transfer
 from lightning_remat.sizes import format_bytes
 
 _WORK = 700_000  # events to simulate in polishing: little beside what a plan is used for
@@ -29,20 +33,35 @@ class Planner:
 
     Args:
         trace: the step.
+        transfer: what is known of the place that contents may move to; None: nothing moves.
+        recompute: whether anything may be dropped; if not, plans only keep and move.
+
+    Attributes:
+        tried: all plans without moves that were simulated.
     """
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, transfer: Transfer | None = None, *, recompute: bool = True) -> None:
         self.trace = trace
+        self.transfer = transfer
+        self.recompute = recompute
         self.plain = judged(trace, [False] * len(trace.ops))
-        self.search = Search(trace)
         # In plans to simulate and in minimum cuts: little beside what a plan is used for, and a lot on small traces.
         events = max(1, len(trace.events))
         self._work = _WORK / events
         self._rounds = max(6, min(30, 60_000 // events))
-        self._bisected = self._sought = False
-        self._pricing = Pricing(self.search.layout, self.judge)
-        self._polish = Polish(trace, self.search.layout.graph)
+        self._bisected = self._sought = self._moves_sought = False
+        layout = self.search.layout if recompute else layout_of(trace)
+        self._pricing = Pricing(layout, self.judge)
+        self._polish = Polish(trace, layout.graph)
         self.tried: dict[tuple[bool, ...], Candidate] = {self.plain.drop: self.plain}
+        self._offloading = (
+            None if transfer is None else Offloading(trace, self._pricing, self._polish, transfer, recompute)
+        )
+
+    @cached_property
+    def search(self) -> Search:
+        """Over segments; only where something may be dropped."""
+        return Search(self.trace)
 
     def result(
         self, budget_bytes: int, static_bytes: int = 0, static_parts: Mapping[str, int] | None = None
@@ -57,9 +76,11 @@ class Planner:
         Raises:
             BudgetError: no plan fits.
         """
-        self._rough_smallest()
+        if self.recompute:
+            self._rough_smallest()
         # Once the smallest peak has been looked for, nothing below it is looked for again.
-        hopeless = self._sought and budget_bytes - static_bytes < self.smallest().peak_bytes
+        sought = self._sought if self._offloading is None else self._moves_sought
+        hopeless = sought and budget_bytes - static_bytes < self.smallest().peak_bytes
         chosen = None if hopeless else self.within(budget_bytes - static_bytes)
         if chosen is None:
             raise self._too_small(budget_bytes, static_bytes, static_parts)
@@ -68,15 +89,16 @@ class Planner:
             static_bytes=static_bytes,
             budget_bytes=budget_bytes,
             chosen=chosen,
-            front=pareto(self.tried.values()),
+            front=pareto(self._all()),
             plain=self.plain,
+            transfer=self.transfer,
         )
 
     def _too_small(self, budget: int, static: int, parts: Mapping[str, int] | None) -> BudgetError:
         smallest = self.smallest()
         need = static + smallest.peak_bytes
         makeup = [f"{name} {format_bytes(size)}" for name, size in (parts or {"static memory": static}).items() if size]
-        peak_event = simulate(self.trace, smallest.drop).peak_event
+        peak_event = simulate(self.trace, smallest.drop, False, smallest.move, self.transfer).peak_event
         others = sum(net for kind, _, net in self.trace.events[:peak_event] if kind == OTHER)
         kind, top, _ = self.trace.events[peak_event] if self.trace.events else (OTHER, 0, 0)
         others = max(0, others + (max(0, top) if kind == OTHER else 0))
@@ -110,6 +132,16 @@ class Planner:
         """
         if self.plain.peak_bytes <= budget:
             return self.plain
+        # Once the smallest peak of all has been looked for, nothing below it is looked for again.
+        hopeless = self._moves_sought and budget < self._least_tried().peak_bytes
+        best = self._without_moves(budget, rough) if self.recompute and not hopeless else None
+        if self._offloading is not None:
+            self._offloading.within(budget, self.tried.values(), rough)
+            if best is None and self._offloading.best(budget) is None:
+                self.smallest()
+        return self._best(budget)
+
+    def _without_moves(self, budget: int, rough: bool) -> Candidate | None:
         best = self._best_tried(budget)
         target = float(budget)
         for _ in range(2 if rough else 4):
@@ -132,7 +164,7 @@ class Planner:
         seeds = self._seeds(budget)
         polished = self._polish.within(seeds, budget, self._work)
         if polished is None and best is None:
-            polished = self._polish.fitting([self.smallest().drop, *seeds], budget, self._work)
+            polished = self._polish.fitting([self._smallest_without_moves().drop, *seeds], budget, self._work)
         if polished is not None:
             self.judge(polished)
         return self._best_tried(budget)
@@ -157,8 +189,24 @@ class Planner:
         fitting = [c for c in self.tried.values() if c.peak_bytes <= budget]
         return min(fitting, key=lambda c: (c.extra_seconds, c.peak_bytes), default=None)
 
+    def _all(self) -> list[Candidate]:
+        return [*self.tried.values(), *(self._offloading.tried.values() if self._offloading is not None else ())]
+
+    def _best(self, budget: int) -> Candidate | None:
+        """Of all plans that fit; one without moves, if it is as good."""
+        fitting = [c for c in self._all() if c.peak_bytes <= budget]
+        return min(fitting, key=lambda c: (c.extra_seconds, c.moved_bytes, c.peak_bytes), default=None)
+
     def smallest(self) -> Candidate:
         """The plan with the smallest peak that was found."""
+        if self.recompute:
+            self._smallest_without_moves()
+        if self._offloading is not None and not self._moves_sought:
+            self._moves_sought = True
+            self._offloading.smallest(list(self.tried.values()))
+        return min(self._all(), key=lambda c: (c.peak_bytes, c.extra_seconds))
+
+    def _smallest_without_moves(self) -> Candidate:
         if not self._sought:
             self._sought = True
             least = self._rough_smallest()
@@ -195,7 +243,7 @@ class Planner:
         smallest = self.smallest().peak_bytes
         for i in range(1, count):
             self.within(smallest + (self.plain.peak_bytes - smallest) * i // count, rough=True)
-        return pareto(self.tried.values())
+        return pareto(self._all())
 
 
 def pareto(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
@@ -207,15 +255,16 @@ def pareto(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
     return tuple(found)
 
 
-def plan(trace: Trace, budget_bytes: int, static_bytes: int = 0) -> PlanResult:
+def plan(trace: Trace, budget_bytes: int, static_bytes: int = 0, transfer: Transfer | None = None) -> PlanResult:
     """The plan with the least extra time whose simulated peak is within a budget.
 
     Args:
         trace: the step.
         budget_bytes: what a step may take, ``static_bytes`` included.
         static_bytes: what is there between steps.
+        transfer: what is known of the place that contents may move to; None: nothing moves.
 
     Raises:
         BudgetError: no plan fits, with the smallest peak that one has and what makes it up.
     """
-    return Planner(trace).result(budget_bytes, static_bytes)
+    return Planner(trace, transfer).result(budget_bytes, static_bytes)

@@ -15,6 +15,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from lightning_remat.planning.trace import EXIT, FREE, NEED, OTHER, RELEASE, RUN, SAVE, Event, Trace
+from lightning_remat.planning.transfer import Transfer
 
 
 @dataclass(slots=True)
@@ -24,10 +25,15 @@ class Simulation:
     Attributes:
         peak: most bytes at once above what was there when the step began.
         peak_event: index of the event in which that is.
-        extra_seconds: time of all replayed ops.
+        extra_seconds: time of all replayed ops, of waits for transfers, and what transfers take from the step.
         replayed: ops that run again.
         levels: bytes after each event, if they were asked for.
         tops: highest level within each event, if they were asked for.
+        waited_seconds: the part of ``extra_seconds`` in which the step stands still for transfers.
+        moved_bytes: bytes of all contents that leave.
+        fetched_bytes: bytes that come back.
+        left: values in the order in which they leave.
+        asked: those of them that are asked for, in that order.
     """
 
     peak: int
@@ -36,17 +42,39 @@ class Simulation:
     replayed: list[int] = field(default_factory=list)
     levels: list[int] = field(default_factory=list)
     tops: list[int] = field(default_factory=list)
+    waited_seconds: float = 0.0
+    moved_bytes: int = 0
+    fetched_bytes: int = 0
+    left: list[int] = field(default_factory=list)
+    asked: list[int] = field(default_factory=list)
 
 
-def simulate(trace: Trace, drop: Sequence[bool], timeline: bool = False) -> Simulation:
+def simulate(
+    trace: Trace,
+    drop: Sequence[bool],
+    timeline: bool = False,
+    move: Sequence[bool] = (),
+    transfer: Transfer | None = None,
+) -> Simulation:
     """Run ``trace`` under a plan.
 
     Args:
         trace: the step.
         drop: for each op, whether its outputs are dropped. Ops that cannot be are kept whatever it says.
         timeline: fill in levels and tops.
+        move: for each op that is not dropped, whether its outputs leave the device; empty: none do.
+        transfer: what is known of the place that they go to.
+
+    Raises:
+        ValueError: something moves, and nobody knows where to.
     """
-    return Simulator(trace, drop).run(timeline)
+    if not any(move):
+        return Simulator(trace, drop).run(timeline)
+    if transfer is None:
+        raise ValueError("move= needs transfer=: how fast contents leave and come back")
+    from lightning_remat.planning.moving import MovingSimulator  # builds on the simulator below
+
+    return MovingSimulator(trace, drop, move, transfer).run(timeline)
 
 
 # States of a value.

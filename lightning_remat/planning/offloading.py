@@ -1,0 +1,258 @@
+"""Plans that keep, recompute and move: the search for the fastest one within a budget, or for the smallest.
+
+Guesses come from three sides: prices (:mod:`~lightning_remat.planning.pricing_moves`); the plans without moves that are
+known, with as few moves as make them fit; and local search from the best of both, over ops and kinds of ops, with three
+ways for each. All are judged by the simulator, one by one. The work is bounded in events that are simulated, and no
+dice are thrown, so that the same trace gets the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from lightning_remat.planning.batch import Ints, Rows
+from lightning_remat.planning.moves import Moves, fewest
+from lightning_remat.planning.plan import Candidate, judged
+from lightning_remat.planning.polish import Polish
+from lightning_remat.planning.pricing import Pricing
+from lightning_remat.planning.pricing_moves import SHARES, MovePricing
+from lightning_remat.planning.trace import Trace
+from lightning_remat.planning.transfer import Transfer
+
+_WORK = 500_000  # events to simulate for one budget
+_LEAST = 60  # plans to simulate for one budget, however long the trace is
+_MOST = 1200  # and however short
+_BASES = 6  # plans without moves that are made to fit by moves
+_STARTS = 3  # plans from which local search begins
+_OVER = (0.0, 4.0)  # what a byte too much costs, in units of what it costs to move one; 0: too large is out
+
+KEEP, DROP, MOVE = range(3)
+
+Cost = Callable[[Candidate], tuple[float, float]]
+
+
+class Offloading:
+    """Plans with moves for one trace; asked for as many budgets as one likes.
+
+    Args:
+        trace: the step.
+        pricing: of it.
+        polish: of it, for what depends on what.
+        transfer: where contents move to.
+        recompute: whether anything may be dropped.
+
+    Attributes:
+        tried: every plan that was simulated, by its drops and moves; those without moves are not among them.
+    """
+
+    def __init__(
+        self, trace: Trace, pricing: Pricing, polish: Polish, transfer: Transfer, recompute: bool = True
+    ) -> None:
+        self.trace = trace
+        self.transfer = transfer
+        self.recompute = recompute
+        self.moves = Moves(trace, pricing.layout.graph, transfer)
+        self.tried: dict[tuple[bytes, bytes], Candidate] = {}
+        self.polish = polish
+        self.prices = MovePricing(pricing, self.moves, recompute, self._note)
+        self.events = max(1, len(trace.events))
+        self.most = max(_LEAST, min(_MOST, _WORK // self.events))
+        self.left = 0  # plans that may still be simulated
+        self.groups = self._groups()
+
+    def _groups(self) -> list[Ints]:
+        """Ops with a choice, by what they do, to what, and how large; first those with the most bytes."""
+        graph, moves = self.moves.graph, self.moves
+        found: dict[object, list[int]] = {}
+        for o in np.flatnonzero(moves.can | (moves.droppable & self.recompute)).tolist():
+            distances = tuple(sorted(o - u for u in graph.reads[o]))
+            found.setdefault((self.trace.ops[o].name, graph.nbytes[o], distances, bool(moves.can[o])), []).append(o)
+        groups = [np.asarray(ops, dtype=np.int64) for ops in found.values()]
+        return sorted(groups, key=lambda ops: -int(len(ops) * graph.nbytes[int(ops[0])]))
+
+    # ------------------------------------------------------------------ judging
+
+    def judge(self, drop: Rows, move: Rows) -> Candidate:
+        """A plan with what the simulator says about it; every plan is simulated once."""
+        move = move & ~(drop & self.moves.droppable)
+        key = drop.tobytes(), move.tobytes()
+        found = self.tried.get(key)
+        if found is None:
+            self.left -= 1
+            found = judged(self.trace, tuple(drop.tolist()), tuple(move.tolist()), self.transfer)
+            if found.moves:
+                self.tried[key] = found
+        return found
+
+    def _note(self, candidate: Candidate) -> None:
+        self.left -= 1
+        key = np.asarray(candidate.drop, dtype=bool).tobytes(), np.asarray(candidate.move, dtype=bool).tobytes()
+        self.tried.setdefault(key, candidate)
+
+    def best(self, budget: int) -> Candidate | None:
+        """The fastest that was tried and fits."""
+        fitting = [c for c in self.tried.values() if c.peak_bytes <= budget]
+        return min(fitting, key=_fast, default=None)
+
+    def least(self) -> Candidate | None:
+        """The smallest that was tried."""
+        return min(self.tried.values(), key=_small, default=None)
+
+    # ------------------------------------------------------------------ searching
+
+    def within(self, budget: int, known: Iterable[Candidate], rough: bool = False) -> Candidate | None:
+        """The fastest plan found whose peak is within a budget of bytes; None if none was found.
+
+        Args:
+            budget: bytes.
+            known: plans without moves, whether they fit or not.
+            rough: without local search.
+        """
+        if not self.moves.can.any():
+            return None
+        known = list(known)
+        self.left = self.most if not rough else self.most // 4
+        rounds = max(3, min(14, self.left // (3 * len(SHARES))))
+        self.prices.search(budget, rounds)
+        self._fill(budget, known)
+        if not rough:
+            self._descend(budget, known)
+        return self.best(budget)
+
+    def smallest(self, known: Sequence[Candidate]) -> Candidate | None:
+        """The plan with the smallest peak found; None if nothing could move.
+
+        Args:
+            known: plans without moves.
+        """
+        if not self.moves.can.any():
+            return None
+        self.left = self.most
+        for base in sorted(known, key=_small)[:_BASES]:
+            drop = np.asarray(base.drop, dtype=bool)
+            self.judge(drop, self.moves.as_row(self.moves.worthwhile(drop)))
+        least = self.least()
+        if least is None:
+            return None
+        # Prices that no plan can pay point to the moments that matter.
+        self.prices.search(int(least.peak_bytes * 0.9), 4)
+        while self.left > 0:
+            least = min(self.tried.values(), key=_small)
+            if not self._better(least, lambda c: (float(c.peak_bytes), c.extra_seconds)):
+                break
+        return self.least()
+
+    def _fill(self, budget: int, known: Sequence[Candidate]) -> None:
+        """Make plans fit that do not, by as few moves as do."""
+        reserve = self.left // 2
+        fitting = min((c.extra_seconds for c in known if c.peak_bytes <= budget), default=np.inf)
+        bases = _front(c for c in known if c.peak_bytes > budget and c.extra_seconds < fitting)
+        # From the one with everything kept to the one that fits nearly, evenly.
+        chosen = np.unique(np.linspace(0, len(bases) - 1, min(len(bases), _BASES)).round().astype(int))
+        for base in [bases[i] for i in chosen.tolist()]:
+            drop = np.asarray(base.drop, dtype=bool)
+            ops = self.moves.worthwhile(drop)
+            unhurried = self.moves.unhurried(ops)
+            for some in (unhurried, ops) if len(unhurried) < len(ops) else (ops,):
+                if self.left < reserve or not len(some):
+                    break
+                self._fewest(drop, some, budget)
+
+    def _fewest(self, drop: Rows, ops: Ints, budget: int) -> None:
+        fewest(len(ops), lambda n: self.judge(drop, self.moves.as_row(ops[:n])).peak_bytes <= budget)
+
+    def _descend(self, budget: int, known: Sequence[Candidate]) -> None:
+        """Local search from the best plans, with and without moves."""
+        dear = max(self.moves.dearest, 1e-15)
+        for i in range(_STARTS):
+            over = _OVER[i % len(_OVER)] * dear
+
+            def cost(c: Candidate, over: float = over) -> tuple[float, float]:
+                excess = max(0, c.peak_bytes - budget)
+                if excess and not over:
+                    return np.inf, float(excess)
+                return c.extra_seconds + over * excess, float(c.peak_bytes)
+
+            starts = sorted([*self.tried.values(), *known], key=cost)[: i + 1]
+            if not starts:
+                return
+            stop = self.left * (_STARTS - 1 - i) // _STARTS
+            current = starts[-1]
+            while self.left > stop:
+                better = self._better(current, cost, stop)
+                if better is None:
+                    break
+                current = better
+
+    # ------------------------------------------------------------------ small changes
+
+    def _better(self, start: Candidate, cost: Cost, stop: int = 0) -> Candidate | None:
+        """After one round of changes, each taken up if it is for the better: the result, or None if none was."""
+        now, worth = start, cost(start)
+        for ops, action in self._changes():
+            if self.left <= stop:
+                break
+            changed = self._changed(now, ops, action)
+            if changed is None:
+                continue
+            candidate = self.judge(*changed)
+            if cost(candidate) < worth:
+                now, worth = candidate, cost(candidate)
+        return None if now is start else now
+
+    def _changes(self) -> Iterable[tuple[Ints, int]]:
+        """Ops and what to do with them: whole kinds first, then halves, then single ones."""
+        for part in range(6):
+            for group in self.groups:
+                half = len(group) // 2
+                pieces = (group, group[:half], group[half:], group[:1], group[half : half + 1], group[-1:])
+                ops = pieces[part]
+                if not len(ops) or (part and len(ops) == len(group)):
+                    continue
+                for action in (MOVE, KEEP, DROP):
+                    yield ops, action
+
+    def _changed(self, plan: Candidate, ops: Ints, action: int) -> tuple[Rows, Rows] | None:
+        drop = np.asarray(plan.drop, dtype=bool)
+        move = np.asarray(plan.move if plan.moves else [False] * len(drop), dtype=bool)
+        before = drop.copy(), move.copy()
+        if action == DROP:
+            if not self.recompute:
+                return None
+            ops = ops[self.moves.droppable[ops]]
+            drop[ops], move[ops] = True, False
+            for o in ops.tolist():
+                for under in self.polish.under.get(o, ()):
+                    drop[under], move[under] = True, False
+        else:
+            if action == MOVE:
+                ops = ops[self.moves.can[ops]]
+                move[ops] = True
+            else:
+                move[ops] = False
+            drop[ops] = False
+            for o in ops.tolist():
+                for above in self.polish.over.get(o, ()):
+                    drop[above] = False
+        if np.array_equal(drop, before[0]) and np.array_equal(move, before[1]):
+            return None
+        return drop, move
+
+
+def _fast(candidate: Candidate) -> tuple[float, int]:
+    return candidate.extra_seconds, candidate.peak_bytes
+
+
+def _small(candidate: Candidate) -> tuple[int, float]:
+    return candidate.peak_bytes, candidate.extra_seconds
+
+
+def _front(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Those that no other one beats in both respects, by rising time."""
+    found: list[Candidate] = []
+    for candidate in sorted(candidates, key=_fast):
+        if not found or candidate.peak_bytes < found[-1].peak_bytes:
+            found.append(candidate)
+    return found

@@ -10,9 +10,10 @@ import torch
 
 from lightning_remat.engine.eviction import Eviction
 from lightning_remat.engine.offload.disk import DiskPlace
-from lightning_remat.engine.offload.host import HostPlace, host_refusal
+from lightning_remat.engine.offload.host import HostPlace
 from lightning_remat.engine.offload.mover import Mover
 from lightning_remat.engine.offload.place import Place, Traffic
+from lightning_remat.engine.offload.streams import host_refusal
 from lightning_remat.engine.tape import Tape
 from lightning_remat.errors import ConfigurationError, OffloadError
 from lightning_remat.offload_option import Offload

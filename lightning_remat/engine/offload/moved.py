@@ -75,8 +75,7 @@ class Moved:
         if self.resident is None or self.content is None:
             return self.resident is None
         try:
-            with self.mover.waiting():
-                self.content.finish_out()
+            self.content.finish_out()
         except OffloadError as error:
             self.content = None
             self.mover.stays(self, error)
@@ -120,8 +119,7 @@ class Moved:
         into, self.coming = self.coming, None
         assert into is not None
         assert self.content is not None
-        with self.mover.waiting():
-            self.content.finish_back()
+        self.content.finish_back()
         return from_storage(into.untyped_storage(), self.geometry, self.device), True
 
     def __del__(self) -> None:

@@ -12,9 +12,7 @@ Known weakness: a content is written even if it is asked for while it is in the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from time import perf_counter
+from collections.abc import Callable, Sequence
 from weakref import WeakMethod
 from weakref import ref as weakref
 
@@ -220,15 +218,6 @@ class Mover:
             return False
         self._say("in", f"{error} It was computed again instead, and nothing more is moved in this step.")
         return True
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """The step stands still."""
-        start = perf_counter()
-        try:
-            yield
-        finally:
-            self.place.traffic.waited_seconds += perf_counter() - start
 
 
 def _completed(asked: Sequence[int], count: int) -> list[int]:

@@ -67,8 +67,9 @@ class Moves:
         self.can: Rows = (self.nbytes > 0) & wanted & ~overwritten
         self.droppable: Rows = np.asarray(graph.droppable, dtype=bool)
         # How long a move takes up the slower of both directions, in the time of forward.
-        self.pace: Floats = np.asarray(paces(trace)[0])
-        forward, backward = float(self.pace.sum()), sum(paces(trace)[1].values())
+        self.paces = paces(trace)
+        self.pace: Floats = np.asarray(self.paces[0])
+        forward, backward = sum(self.paces[0]), sum(self.paces[1].values())
         out = contents * transfer.latency_seconds + self.nbytes / transfer.out_bytes_per_second
         back = contents * transfer.latency_seconds + self.nbytes / transfer.in_bytes_per_second
         self.busy: Floats = np.maximum(out, back * (forward / backward if backward > 0 else 1.0))

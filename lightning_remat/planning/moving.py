@@ -4,7 +4,7 @@ What has left is like a dropped value whose op is "fetch it": an op that reads n
 rules of :class:`~lightning_remat.planning.simulator.Simulator` speak of dropped values, they hold for it as well; what
 comes on top:
 
-- A content leaves when its op has run. It goes into the *window*: it stays on the device, first in first out, and is
+- A content leaves when something first holds it: autograd, or an op that can be run again and reads it. It goes into the *window*: it stays on the device, first in first out, and is
   released when younger ones push it out, once its transfer is over. In the window it counts once, whether the program
   holds it or not.
 - Asked for while it is in the window, it is what it was. Else it is fetched: new memory, and a wait for the read.
@@ -33,7 +33,7 @@ from lightning_remat.planning.simulator import (
     Simulation,
     Simulator,
 )
-from lightning_remat.planning.trace import NEED, OTHER, RELEASE, RUN, SAVE, Event, Trace
+from lightning_remat.planning.trace import FREE, NEED, OTHER, RELEASE, RUN, SAVE, Event, Trace
 from lightning_remat.planning.transfer import Transfer
 
 # Moments that matter to transfers.
@@ -51,13 +51,22 @@ class MovingSimulator(Simulator):
         drop: for each op, whether its outputs are dropped.
         move: for each op that is not, whether its outputs leave the device.
         transfer: where to.
+        pace: of the trace, if it is known; see :func:`paces`.
     """
 
-    def __init__(self, trace: Trace, drop: Sequence[bool], move: Sequence[bool], transfer: Transfer) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        drop: Sequence[bool],
+        move: Sequence[bool],
+        transfer: Transfer,
+        pace: tuple[list[float], dict[int, float]] | None = None,
+    ) -> None:
         super().__init__(trace, drop)
         self.move = move
         self.transfer = transfer
         self.moved = [False] * len(trace.nbytes)  # has left, whatever has become of it since
+        self.may = [False] * len(trace.nbytes)  # leaves once something holds it
         self.resident = [False] * len(trace.nbytes)
         self.window: deque[int] = deque()  # with some that are not resident any more
         self.windowed = 0  # bytes that are
@@ -66,7 +75,7 @@ class MovingSimulator(Simulator):
         self.asked: list[int] = []
         self.marks: list[_Mark] = []
         self.passed = 0.0  # seconds since the last mark
-        self.run_seconds, self.need_seconds = paces(trace)
+        self.run_seconds, self.need_seconds = pace or paces(trace)
 
     def run(self, timeline: bool = False) -> Simulation:
         """Through all events."""
@@ -104,11 +113,24 @@ class MovingSimulator(Simulator):
     def play(self, events: Sequence[Event]) -> None:
         """Many events, as :meth:`step` does them; what mostly happens is written out here, since it takes most time."""
         state, saved, read, held, slot = self.state, self.saved, self.read, self.held, self.slot
-        nbytes = self.trace.nbytes
+        nbytes, dropped, may = self.trace.nbytes, self.dropped, self.may
         for now, (kind, a, b) in enumerate(events):
             if kind == SAVE:
                 slot[a] = b
                 saved[b] += 1
+                if may[b]:
+                    self.now = now
+                    self._leave(b)
+            elif kind == NEED:
+                value = slot[a]
+                self.now = now
+                if value >= 0 and state[value] == _ABSENT:
+                    self.top = self.live
+                    self._restore(value)
+                self._mark(_AFTER, -1)
+                self.passed += self.need_seconds.get(now, 0.0)
+            elif kind == FREE and not dropped[a] and (saved[a] or read[a]):
+                held[a] = False
             elif kind == RELEASE:
                 value = slot[a]
                 if value >= 0:
@@ -139,6 +161,8 @@ class MovingSimulator(Simulator):
             self.passed += self.need_seconds.get(self.now, 0.0)
         else:
             super().step(kind, a, b)
+            if kind == SAVE and self.may[b]:
+                self._leave(b)
 
     def _mark(self, kind: int, value: int) -> None:
         self.marks.append((kind, value, self.passed, self.peak, self.where))
@@ -152,13 +176,22 @@ class MovingSimulator(Simulator):
         if op.writes >= 0 and self.resident[op.writes]:
             self._mark(_RELEASED, op.writes)
             self._out_of_window(op.writes)
+        if op.writes >= 0:
+            self.may[op.writes] = False
         super()._forward(o)
         self.passed += self.run_seconds[o]
         if self.move[o] and not (op.droppable and self.drop[o]):
             for v in op.outputs:
-                self._leave(v)
+                self.may[v] = not self.dropped[v]
+
+    def _note(self, o: int) -> None:
+        for u in self.trace.ops[o].inputs:
+            if self.may[u]:
+                self._leave(u)
+        super()._note(o)
 
     def _leave(self, v: int) -> None:
+        self.may[v] = False
         n, transfer = self.trace.nbytes[v], self.transfer
         if not n or n < transfer.min_bytes:
             return
@@ -325,6 +358,8 @@ class _Clock:
         self.fetched += n
 
     def _prefetch(self) -> None:
+        if self.ahead and self.ahead >= self.transfer.ahead_bytes:
+            return
         order, back, away = self.order, self.back, self.away
         while self.first < len(order) and order[self.first] in back:
             self.first += 1

@@ -8,13 +8,16 @@ dice are thrown, so that the same trace gets the same plan.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from lightning_remat.planning.batch import Ints, Rows
 from lightning_remat.planning.moves import Moves, fewest
-from lightning_remat.planning.plan import Candidate, judged
+from lightning_remat.planning.moving import MovingSimulator
+from lightning_remat.planning.plan import Candidate, candidate_of, judged
 from lightning_remat.planning.polish import Polish
 from lightning_remat.planning.pricing import Pricing
 from lightning_remat.planning.pricing_moves import SHARES, MovePricing
@@ -28,9 +31,25 @@ _BASES = 6  # plans without moves that are made to fit by moves
 _STARTS = 3  # plans from which local search begins
 _OVER = (0.0, 4.0)  # what a byte too much costs, in units of what it costs to move one; 0: too large is out
 
+_AROUND = 40  # plans from which it goes on
+
 KEEP, DROP, MOVE = range(3)
 
 Cost = Callable[[Candidate], tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """What a plan is worth: its time, and a price for each byte above the budget; none: what is too large is out."""
+
+    budget: int
+    over: float
+
+    def __call__(self, c: Candidate) -> tuple[float, float]:
+        excess = max(0, c.peak_bytes - self.budget)
+        if excess and not self.over:
+            return np.inf, float(excess)
+        return c.extra_seconds + self.over * excess, float(c.peak_bytes)
 
 
 class Offloading:
@@ -81,7 +100,12 @@ class Offloading:
         found = self.tried.get(key)
         if found is None:
             self.left -= 1
-            found = judged(self.trace, tuple(drop.tolist()), tuple(move.tolist()), self.transfer)
+            flags = drop.tolist(), move.tolist()
+            if move.any():
+                run = MovingSimulator(self.trace, *flags, self.transfer, self.moves.paces).run()
+                found = candidate_of(*flags, run)
+            else:
+                found = judged(self.trace, flags[0])
             if found.moves:
                 self.tried[key] = found
         return found
@@ -164,27 +188,25 @@ class Offloading:
         fewest(len(ops), lambda n: self.judge(drop, self.moves.as_row(ops[:n])).peak_bytes <= budget)
 
     def _descend(self, budget: int, known: Sequence[Candidate]) -> None:
-        """Local search from the best plans, with and without moves."""
-        dear = max(self.moves.dearest, 1e-15)
+        """Local search from the best plans, with and without moves; then around others that are nearly as good."""
+        costs = [_Cost(budget, over * max(self.moves.dearest, 1e-15)) for over in _OVER]
         for i in range(_STARTS):
-            over = _OVER[i % len(_OVER)] * dear
-
-            def cost(c: Candidate, over: float = over) -> tuple[float, float]:
-                excess = max(0, c.peak_bytes - budget)
-                if excess and not over:
-                    return np.inf, float(excess)
-                return c.extra_seconds + over * excess, float(c.peak_bytes)
-
+            cost = costs[i % len(costs)]
             starts = sorted([*self.tried.values(), *known], key=cost)[: i + 1]
-            if not starts:
-                return
             stop = self.left * (_STARTS - 1 - i) // _STARTS
-            current = starts[-1]
-            while self.left > stop:
-                better = self._better(current, cost, stop)
-                if better is None:
-                    break
-                current = better
+            current: Candidate | None = starts[-1] if starts else None
+            while current is not None and self.left > stop:
+                current = self._better(current, cost, stop)
+        around = set[tuple[tuple[bool, ...], tuple[bool, ...]]]()
+        for cost in itertools.cycle(costs):
+            rest = [c for c in (*self.tried.values(), *known) if (c.drop, c.move) not in around]
+            if self.left <= 0 or not rest or len(around) >= _AROUND:
+                break
+            start = min(rest, key=cost)
+            around.add((start.drop, start.move))
+            current = self._better(start, cost)
+            while current is not None and self.left > 0:
+                current = self._better(current, cost)
 
     # ------------------------------------------------------------------ small changes
 

@@ -13,8 +13,12 @@ from uuid import uuid4
 from lightning_remat.errors import PlanFileError
 from lightning_remat.planning.plan import PlanResult
 
-VERSION = 1
+VERSION = 2
+"""Of files in which something moves; the others are of version 1, so that earlier releases can read them."""
+
 _FORMAT = "lightning-remat plan"
+_FLAGS = ("drop", "lean", "move", "lean_move")
+_OF_MOVES = ("move", "lean_move", "window_bytes", "ahead_bytes", "min_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +35,9 @@ class PlanFile:
         budget_bytes, static_bytes, peak_bytes: what was asked for, what was there between steps, what was predicted.
         extra_seconds: predicted time of replay.
         device: type of the device that was traced.
+        move, lean_move: whether its outputs leave the device, for both plans; empty: none do.
+        window_bytes, ahead_bytes, min_bytes: what the plan takes for granted where something moves; see
+            :class:`~lightning_remat.planning.transfer.Transfer`.
     """
 
     sequence: str
@@ -45,11 +52,22 @@ class PlanFile:
     peak_bytes: int
     extra_seconds: float
     device: str
+    move: tuple[bool, ...] = ()
+    lean_move: tuple[bool, ...] = ()
+    window_bytes: int = 0
+    ahead_bytes: int = 0
+    min_bytes: int = 0
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything leaves the device, under either plan."""
+        return any(self.move) or any(self.lean_move)
 
     @classmethod
     def of(cls, result: PlanResult) -> PlanFile:
         """The file for a plan."""
-        trace = result.trace
+        trace, transfer = result.trace, result.transfer
+        moves = transfer is not None and (result.chosen.moves or result.smallest.moves)
         return cls(
             sequence=trace.sequence,
             sizes=trace.sizes,
@@ -63,6 +81,11 @@ class PlanFile:
             peak_bytes=result.peak_bytes,
             extra_seconds=result.chosen.extra_seconds,
             device=trace.device,
+            move=result.chosen.move if moves else (),
+            lean_move=result.smallest.move if moves else (),
+            window_bytes=transfer.window_bytes if transfer is not None and moves else 0,
+            ahead_bytes=transfer.ahead_bytes if transfer is not None and moves else 0,
+            min_bytes=transfer.min_bytes if transfer is not None and moves else 0,
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -71,9 +94,13 @@ class PlanFile:
         Raises:
             PlanFileError: it cannot be written; a file that is there stays as it is.
         """
-        content: dict[str, Any] = {"format": _FORMAT, "version": VERSION}
+        content: dict[str, Any] = {"format": _FORMAT, "version": VERSION if self.moves else 1}
         content |= {name: getattr(self, name) for name in self.__dataclass_fields__}
-        content["drop"], content["lean"] = _bits(self.drop), _bits(self.lean)
+        for name in _FLAGS:
+            content[name] = _bits(content[name])
+        if not self.moves:
+            for name in _OF_MOVES:
+                del content[name]
         path = Path(path)
         # Not by tempfile, whose files nobody else may read.
         part = path.with_name(f".{path.name}.{uuid4().hex}")
@@ -115,13 +142,17 @@ class PlanFile:
         if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
             raise PlanFileError(f"policy={str(path)!r} is JSON, but not a plan of lightning-remat. {again}")
         version = content.pop("version", None)
-        if isinstance(version, bool) or version != VERSION:
+        if isinstance(version, bool) or version not in (1, VERSION):
             raise PlanFileError(
-                f"policy={str(path)!r}: the plan file has version {version!r}, and this release reads {VERSION}. "
+                f"policy={str(path)!r}: the plan file has version {version!r}, and this release reads 1 to {VERSION}. "
                 f"Use the release that wrote it, or make it anew: policy='auto' and a budget, then save_plan()."
             )
         try:
-            content["drop"], content["lean"] = _from_bits(content["drop"]), _from_bits(content["lean"])
+            of_moves = [name for name in _OF_MOVES if name in content]
+            if version == 1 and of_moves:
+                raise ValueError(f"{of_moves[0]} does not belong into version 1")
+            for name in _FLAGS[:2] if version == 1 else _FLAGS:
+                content[name] = _from_bits(content[name])
             for name in ("names", "modules", "elements"):
                 if not isinstance(content[name], list):
                     raise ValueError(f"{name} must be a list")
@@ -138,6 +169,12 @@ class PlanFile:
         for name in ("modules", "elements", "drop", "lean"):
             if len(getattr(self, name)) != count:
                 raise ValueError(f"{name} has {len(getattr(self, name))} entries for {count} ops")
+        for name, drop in (("move", self.drop), ("lean_move", self.lean)):
+            move = getattr(self, name)
+            if move and len(move) != count:
+                raise ValueError(f"{name} has {len(move)} entries for {count} ops")
+            if any(d and m for d, m in zip(drop, move, strict=False)):
+                raise ValueError(f"{name} says that something moves that is dropped")
         if not all(isinstance(n, str) for n in (*self.names, *self.modules)):
             raise ValueError("names of ops and modules must be strings")
         if not all(isinstance(n, str) for n in (self.sequence, self.sizes, self.device)):
@@ -146,6 +183,9 @@ class PlanFile:
         # Numbers below -1 would mean something else to the tape.
         if not all(isinstance(n, int) and not isinstance(n, bool) and n >= -1 for n in counts):
             raise ValueError("sizes must be whole numbers, -1 or more")
+        limits: tuple[object, ...] = (self.window_bytes, self.ahead_bytes, self.min_bytes)
+        if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in limits):
+            raise ValueError("limits of moves must be whole numbers, 0 or more")
         if not isinstance(self.extra_seconds, (int, float)):
             raise ValueError("extra_seconds must be a number")
 

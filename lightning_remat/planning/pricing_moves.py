@@ -68,7 +68,7 @@ class MovePricing:
                 simulator: Simulator
                 if move.any():
                     simulator = MovingSimulator(
-                        self.pricing.layout.trace, drop.tolist(), move.tolist(), self.moves.transfer
+                        self.pricing.layout.trace, drop.tolist(), move.tolist(), self.moves.transfer, self.moves.paces
                     )
                 else:
                     simulator = Simulator(self.pricing.layout.trace, drop.tolist())

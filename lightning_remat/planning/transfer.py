@@ -33,7 +33,11 @@ class Transfer:
     cap_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("out_bytes_per_second", "in_bytes_per_second"):
+        speeds = ("out_bytes_per_second", "in_bytes_per_second")
+        for name in (*speeds, "latency_seconds", "cpu_seconds_per_byte"):
+            if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), (int, float)):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a number")
+        for name in speeds:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be above 0")
         for name in ("latency_seconds", "cpu_seconds_per_byte"):
@@ -73,10 +77,4 @@ class Transfer:
             name: math.inf if value is None and name.endswith("_per_second") else value
             for name, value in content.items()
         }
-        for name, value in found.items():
-            if isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
-                raise ValueError(f"{name}={value!r} must be a number")
-        try:
-            return cls(**found)  # type: ignore[arg-type]  # numbers, as was just seen; which ones, the class checks
-        except TypeError as error:
-            raise ValueError(str(error)) from error
+        return cls(**found)  # type: ignore[arg-type]  # which numbers they must be, the class checks

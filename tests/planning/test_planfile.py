@@ -24,6 +24,8 @@ from tests.helpers.training import Net
 
 ROOT = Path(__file__).parent.parent.parent
 BUDGET = 150_000
+OF_MOVES = ("move", "lean_move", "window_bytes", "ahead_bytes", "min_bytes")
+"""What only files of version 2 have."""
 
 
 def net() -> nn.Module:
@@ -240,7 +242,7 @@ def test_a_file_that_is_cut_short(share: float, written: Path, tmp_path: Path) -
 
 
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
-    "a later version": ({"version": VERSION + 1}, f"version {VERSION + 1}, and this release reads {VERSION}"),
+    "a later version": ({"version": VERSION + 1}, f"version {VERSION + 1}, and this release reads 1 to {VERSION}"),
     "no version": ({"version": None}, "version None"),
     "a version of another type": ({"version": "1"}, "version '1'"),
     "a version that is a switch": ({"version": True}, "version True"),
@@ -273,7 +275,7 @@ def test_a_file_with_other_content(change: dict[str, Any], words: str, written: 
         Remat(policy=str(path))
 
 
-@pytest.mark.parametrize("name", [*PlanFile.__dataclass_fields__, "format", "version"])
+@pytest.mark.parametrize("name", [*sorted(set(PlanFile.__dataclass_fields__) - set(OF_MOVES)), "format", "version"])
 def test_a_file_in_which_something_is_missing(name: str, written: Path, tmp_path: Path) -> None:
     content = json.loads(written.read_text())
     del content[name]

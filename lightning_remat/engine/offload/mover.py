@@ -77,6 +77,7 @@ class Mover:
         self._window: deque[weakref[Moved]] = deque()
         self._numbered: list[weakref[Moved]] = []
         self._given: list[int] | None = None
+        self._learned: list[int] = []
         self._order: list[int] | None = None
         self._next = 0
         self._outstanding = 0
@@ -98,8 +99,9 @@ class Mover:
         self._window = deque(reference for reference in self._window if reference() is not None)
         self.window = default if window is None else window
         self.ahead = default if ahead is None else ahead
-        last = self._asked if self._asked and len(self._asked) <= self.moved else None
-        self._given = list(order) if order is not None else _completed(last, self.moved) if last is not None else None
+        if self._asked:
+            self._learned = _completed(self._asked, self.moved)
+        self._given = list(order) if order is not None else None
         self._step += 1
         self.moved = 0
         self.halted = self.failed = self.short = False
@@ -124,8 +126,6 @@ class Mover:
         try:
             content = self.place.take(flat)
         except OffloadError as error:
-            # No room now may be room later: what was asked for in backward has left by the next step.
-            self.halted = True
             self._say("room", f"{error} What cannot leave is kept.")
             return None
         number, step = (self.moved, self._step) if expected else (-1, -1)
@@ -185,8 +185,10 @@ class Mover:
             self._outstanding += moved.nbytes
 
     def _expected(self) -> list[int]:
-        if self._given is not None and len(self._given) == self.moved:
-            return self._given
+        if self._given is not None:
+            return [number for number in self._given if number < self.moved]
+        if len(self._learned) == self.moved:
+            return self._learned
         return list(range(self.moved - 1, -1, -1))
 
     # ------------------------------------------------------------------ what becomes of a content

@@ -175,7 +175,7 @@ LEGEND = (
 """What the words and figures of the table mean."""
 
 _MOVED_LEGEND = (
-    ' "Moved": leaves the device when it is made, and is back when backward asks for it; what that adds to the step is '
+    ' "Moved": leaves the device in forward, and is back when backward asks for it; what that adds to the step is '
     "in the extra time of the whole step, and not in that of the rows."
 )
 

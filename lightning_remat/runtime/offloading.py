@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from weakref import WeakMethod
 
 import torch
@@ -92,6 +93,7 @@ class Offloading:
         if mover is None:
             return
         self.count()
+        self.counters.step_begins()
         mover.begin(order, window, ahead)
         mover.halted = self.given_up or self._without
         self._without = False
@@ -107,9 +109,12 @@ class Offloading:
 
     def count(self) -> None:
         """Take over what has been moved since the last time."""
-        mover = self.mover
-        if mover is None:
+        if self.mover is None:
             return
+        now, before = self.mover.place.traffic, self._counted
+        self._counted = replace(now)
+        some = {f.name: getattr(self._counted, f.name) - getattr(before, f.name) for f in fields(Traffic)}
+        self.counters.moved(Traffic(**some))
 
     def close(self) -> None:
         """Give everything back. It may go on later."""

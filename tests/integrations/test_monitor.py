@@ -111,16 +111,24 @@ def test_csv(way: str, every: int, tmp_path: Path) -> None:
 
 
 @WAYS
-def test_offload_has_metrics_of_its_own(way: str, tmp_path: Path) -> None:
-    """Beside the others, in each row; what is trained is what plain training trains."""
+def test_offload_has_metrics_of_its_own(way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Beside the others, in each row, and in the summary; what is trained is what plain training trains."""
+    caplog.set_level(logging.INFO)
     plain = trained("plain")
-    offload = Offload("disk", min_bytes=16)
+    offload = Offload("disk", min_bytes=16, in_flight=1)  # nothing stays until its transfer is over
     result = trained(way, policy="full", offload=offload, logger=CSVLogger(tmp_path), log_every_n_steps=1)
     assert result.difference(plain) == []
     _, ours = split(rows_of(tmp_path))
     names = {"remat/offloaded_bytes", "remat/fetched_bytes", "remat/transfer_wait_seconds"}
     assert ours
     assert all(names <= set(row) for row in ours)
+    counters = result.trainer.remat.counters
+    out = [float(row["remat/offloaded_bytes"]) for row in ours]
+    assert all(size > 0 for size in out)  # of each step by itself
+    assert sum(out) == counters.bytes_out
+    assert sum(float(row["remat/fetched_bytes"]) for row in ours) == counters.bytes_in == counters.bytes_out
+    assert all(0 <= float(row["remat/transfer_hidden"]) <= 1 for row in ours)
+    assert "moved" in caplog.text
 
 
 @WAYS

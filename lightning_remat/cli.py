@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from lightning_remat import plan_command
+from lightning_remat import io_command, plan_command
 from lightning_remat.__about__ import __version__
 
 # Help texts here are plain: no shell completion is installed, and square brackets in them mean what they say.
@@ -54,6 +54,14 @@ app.command(
     help="Say without a GPU whether a model fits into so much memory, under which plan, at which price in time, and "
     "with which batch size. Everything it says is an estimate.",
 )(plan_command.plan)
+
+app.command(
+    name="bench-io",
+    epilog=io_command.EPILOG,
+    help="Measure how fast a disk, or host memory, takes activations that leave the device and gives them back, and "
+    "what that costs in processor time: by this, offload= is worth its while or not. Writes --size bytes to a file "
+    "without a name, which is gone when the command ends.",
+)(io_command.bench_io)
 
 
 def examples_folder() -> Path:

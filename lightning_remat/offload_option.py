@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import warnings
 from dataclasses import KW_ONLY, dataclass, replace
@@ -11,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_remat.engine.offload import directory as directories
 from lightning_remat.errors import ConfigurationError
 from lightning_remat.sizes import parse_amount
 
@@ -25,10 +25,10 @@ class Offload:
         to: ``"cpu"`` (host memory; it takes an accelerator to move them from), ``"disk"`` (the directory for temporary
             files, which ``TMPDIR`` names; the user's cache directory where that one is host memory), or a directory
             that is there. ``"./cpu"`` is a directory.
-        host_budget: the most host memory that they may take, with ``to="cpu"``: bytes, ``"20GiB"``, or a share of the
-            host's memory, ``"50%"``. None: no limit but what can be had.
+        host_budget: the most host memory that they may take, with ``to="cpu"``: bytes, ``"20GiB"``, or a share of what
+            is free, ``"50%"``. None: half of it.
         disk_budget: the most that they may take on disk, for the other two: the same, a share being one of what is
-            free there. None: no limit but what is free.
+            free there. None: all of that but a little.
         min_bytes: contents below this stay on the device: a transfer takes some time whatever its size.
         in_flight: the most bytes that wait on the device to leave it and, separately, that are back before they are
             asked for. More hides more of the transfers, and takes more of the device. None: it is chosen from the
@@ -86,7 +86,7 @@ class Offload:
         """The directory, absolute; None for host memory."""
         if self.place == "cpu":
             return None
-        to: str | Path = _directories().default_directory() if self.to == "disk" else self.to
+        to: str | Path = directories.default_directory() if self.to == "disk" else self.to
         return Path(to).expanduser().absolute()
 
     @property
@@ -100,10 +100,10 @@ class Offload:
         return None if self.in_flight is None else int(_amount("in_flight", self.in_flight, least=1))
 
     def budget_bytes(self, whole: int) -> int | None:
-        """What the place may take; None: there is no limit.
+        """What the place may take; None: it is not said.
 
         Args:
-            whole: bytes that a share is one of: the host's memory, or what is free on the disk.
+            whole: bytes that a share is one of: what is free of the host's memory, or on the disk.
         """
         name = "host_budget" if self.place == "cpu" else "disk_budget"
         value = getattr(self, name)
@@ -134,7 +134,7 @@ class Offload:
                 f"offload: to={self.to!r} is neither 'cpu' nor 'disk', and there is no directory of that name in "
                 f"{str(directory.parent)!r}. Give one of the two, or a directory that is there."
             )
-        warning = _directories().check_directory(directory)
+        warning = directories.check_directory(directory)
         if warning is not None:
             warnings.warn(warning, stacklevel=2)
 
@@ -158,11 +158,6 @@ def offload_from(option: object) -> Offload | None:
     if option.to not in ("cpu", "disk"):
         option = replace(option, to=str(option.directory))
     return option
-
-
-def _directories() -> Any:
-    """The module that knows directories; only for those who offload."""
-    return importlib.import_module("lightning_remat.engine.offload.directory")
 
 
 def _destination(to: Any) -> str:

@@ -94,7 +94,9 @@ class Leaving(Sources):
         except (NotImplementedError, RuntimeError):
             return
         value = self.dropped.get(weakref(storage))
-        if value is None or value.op is None or moved_of(value) is not None or not _is_plain(tensor):
+        if moved_of(value) is not None:
+            return  # the border of the block before
+        if value is None or value.op is None or not _is_plain(tensor):
             self.keep(tensor)
             return
         with _NoModes():

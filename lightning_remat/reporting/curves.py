@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_remat.planning.moving import MovingSimulator
 from lightning_remat.planning.simulator import Simulator
 from lightning_remat.planning.trace import NEED, RUN, Trace
+from lightning_remat.planning.transfer import Transfer
 from lightning_remat.reporting.places import savers
 
 
@@ -32,9 +34,7 @@ class Curve:
 class _Watched(Simulator):
     """Notes how long the ops take that run again, event by event."""
 
-    def __init__(self, trace: Trace, drop: Sequence[bool]) -> None:
-        super().__init__(trace, drop)
-        self.extra: list[float] = []
+    extra: list[float]
 
     def step(self, kind: int, a: int, b: int) -> None:
         before = len(self.replayed)
@@ -42,14 +42,23 @@ class _Watched(Simulator):
         self.extra.append(sum(self.trace.ops[o].seconds for o in self.replayed[before:]))
 
 
-def simulated_curve(trace: Trace, drop: Sequence[bool]) -> Curve:
+class _WatchedMoving(_Watched, MovingSimulator):
+    """The same, where something moves."""
+
+
+def simulated_curve(
+    trace: Trace, drop: Sequence[bool], move: Sequence[bool] = (), transfer: Transfer | None = None
+) -> Curve:
     """A step under a plan, as the simulator sees it.
 
     Time is estimated: an op takes its share of the traced forward pass, and its node the same share of the traced
-    backward pass; what is computed again comes on top, where it is needed. Each event has two points, its highest
-    level and the one that it leaves behind.
+    backward pass; what is computed again comes on top, where it is needed. Waits for transfers are left out. Each event
+    has two points, its highest level and the one that it leaves behind.
     """
     simulator = _Watched(trace, drop)
+    if any(move) and transfer is not None:
+        simulator = _WatchedMoving(trace, drop, move, transfer)
+    simulator.extra = []
     found = simulator.run(timeline=True)
     durations = _durations(trace)
     in_seconds = sum(durations) > 0

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from lightning_remat.planning.plan import PlanResult
-from lightning_remat.planning.simulator import simulate
+from lightning_remat.planning.simulator import Simulation, simulate
 from lightning_remat.planning.trace import Trace
+from lightning_remat.planning.transfer import Transfer
 from lightning_remat.reporting.places import PeakPlace, peak_place
 from lightning_remat.reporting.prices import Kept, slope_at
 from lightning_remat.reporting.text import Folding
@@ -34,6 +35,7 @@ class ModuleRow:
         asked: price of computing again what is kept (:meth:`Kept.price`); None if nothing would be freed.
         blocks: blocks that the row sums up; 0 outside of blocks.
         blocks_recomputed: those in which something is computed again.
+        moved_bytes: what leaves the device and comes back.
     """
 
     module: str
@@ -47,6 +49,12 @@ class ModuleRow:
     asked: float | None
     blocks: int
     blocks_recomputed: int
+    moved_bytes: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Of all that is kept, moved and computed again."""
+        return self.kept_bytes + self.moved_bytes + self.recomputed_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +70,8 @@ class PlanFacts:
         static_parts: what that is made of; a last part ``"other"`` is what the named ones leave (below 0 if they
             come to more). Empty if not known.
         predicted_peak_bytes, measured_peak_bytes: peak of a step, static memory included; None: not measured yet.
-        predicted_extra_seconds, measured_extra_seconds: what recomputation adds to a step.
+        predicted_extra_seconds, measured_extra_seconds: what recomputation adds to a step; in the first, what transfers
+            add is included.
         step_seconds: measured duration of a step under the plan, recomputation included.
         traced_seconds: duration of the traced step, recomputation left out; 0 if not known.
         plain_peak_bytes: predicted peak if everything is kept.
@@ -72,6 +81,11 @@ class PlanFacts:
         paid_price: what the last bytes that were freed cost (:class:`Slope`).
         next_price: what the next ones would cost; None if no plan frees more.
         rows: by module and kind of op, in order of first use.
+        recompute_seconds: the part of the predicted extra time in which ops run again.
+        moved_bytes: what leaves the device in a step; a sum over the rows.
+        fetched_bytes: what of it is read back; the rest has not gone yet when it is asked for.
+        waited_seconds: the part of the predicted extra time in which the step waits for transfers.
+        hidden: share of the transfers' time in which it goes on, without the latencies of reads; None: nothing moves.
     """
 
     device: str
@@ -96,6 +110,11 @@ class PlanFacts:
     paid_price: float
     next_price: float | None
     rows: tuple[ModuleRow, ...]
+    recompute_seconds: float = 0.0
+    moved_bytes: int = 0
+    fetched_bytes: int = 0
+    waited_seconds: float = 0.0
+    hidden: float | None = None
 
 
 def facts_of(
@@ -109,7 +128,8 @@ def facts_of(
 ) -> PlanFacts:
     """Everything that is to be said about a plan. The arguments are those of :func:`plan_report`."""
     trace, chosen = result.trace, result.chosen
-    ours, plain = simulate(trace, chosen.drop), simulate(trace, result.plain.drop)
+    ours = simulate(trace, chosen.drop, False, chosen.move, result.transfer)
+    plain = simulate(trace, result.plain.drop)
     blocks = tuple(blocks)
     rows = _rows(trace, Folding(blocks), Kept(trace, chosen.drop, ours), Kept(trace, result.plain.drop, plain))
     slope = slope_at(chosen, [*result.front, result.plain])
@@ -140,13 +160,28 @@ def facts_of(
         paid_price=slope.paid,
         next_price=slope.next,
         rows=rows,
+        recompute_seconds=sum(row.extra_seconds for row in rows),
+        moved_bytes=ours.moved_bytes,
+        fetched_bytes=ours.fetched_bytes,
+        waited_seconds=ours.waited_seconds,
+        hidden=_hidden(trace, ours, result.transfer),
     )
+
+
+def _hidden(trace: Trace, ours: Simulation, transfer: Transfer | None) -> float | None:
+    if transfer is None or not ours.left:
+        return None
+    busy = sum(transfer.out_seconds(trace.nbytes[v]) for v in ours.left)
+    busy += ours.fetched_bytes / transfer.in_bytes_per_second
+    return max(0.0, 1.0 - ours.waited_seconds / busy) if busy > 0 else 1.0
 
 
 @dataclass
 class _Sum:
     kept: list[int] = field(default_factory=list)
     plain_bytes: int = 0
+    moved_bytes: int = 0
+    unmoved_plain_bytes: int = 0
     recomputed_bytes: int = 0
     extra_seconds: float = 0.0
     blocks: set[str] = field(default_factory=set)
@@ -163,6 +198,8 @@ def _rows(trace: Trace, folding: Folding, ours: Kept, plain: Kept) -> tuple[Modu
             found.blocks.add(block)
         found.kept += [v for v in op.outputs if v in ours.values]
         found.plain_bytes += sum(nbytes[v] for v in op.outputs if v in plain.values)
+        found.unmoved_plain_bytes += sum(nbytes[v] for v in op.outputs if v in plain.values and v not in ours.moved)
+        found.moved_bytes += sum(nbytes[v] for v in op.outputs if v in ours.moved)
         if o in ours.replayed:
             found.recomputed_bytes += sum(nbytes[v] for v in op.outputs)
             found.extra_seconds += op.seconds
@@ -170,13 +207,13 @@ def _rows(trace: Trace, folding: Folding, ours: Kept, plain: Kept) -> tuple[Modu
     return tuple(
         _row(trace, ours, module, kind, found)
         for (module, kind), found in sums.items()
-        if found.plain_bytes or found.recomputed_in or any(nbytes[v] for v in found.kept)
+        if found.plain_bytes or found.moved_bytes or found.recomputed_in or any(nbytes[v] for v in found.kept)
     )
 
 
 def _row(trace: Trace, ours: Kept, module: str, kind: str, found: _Sum) -> ModuleRow:
     kept = sum(trace.nbytes[v] for v in found.kept)
-    freed = found.plain_bytes - kept
+    recomputing_frees = found.unmoved_plain_bytes - kept
     return ModuleRow(
         module=module,
         kind=kind,
@@ -184,9 +221,10 @@ def _row(trace: Trace, ours: Kept, module: str, kind: str, found: _Sum) -> Modul
         fixed_bytes=sum(trace.nbytes[v] for v in found.kept if not trace.ops[trace.makers[v]].droppable),
         recomputed_bytes=found.recomputed_bytes,
         extra_seconds=found.extra_seconds,
-        freed_bytes=freed,
-        paid=found.extra_seconds / freed if found.recomputed_in and freed > 0 else None,
+        freed_bytes=found.plain_bytes - kept,
+        paid=found.extra_seconds / recomputing_frees if found.recomputed_in and recomputing_frees > 0 else None,
         asked=ours.price(found.kept),
         blocks=len(found.blocks),
         blocks_recomputed=len(found.recomputed_in - {""}),
+        moved_bytes=found.moved_bytes,
     )

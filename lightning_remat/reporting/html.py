@@ -29,9 +29,14 @@ def page(report: PlanReport) -> str:
         ]
     except ConfigurationError as error:
         missing = str(error)
-    largest = max((row.kept_bytes + row.recomputed_bytes for row in facts.rows), default=0) or 1
+    largest = max((row.bytes for row in facts.rows), default=0) or 1
     rows = [
-        (wording.cells(row, facts), 100 * row.kept_bytes / largest, 100 * row.recomputed_bytes / largest)
+        (
+            wording.cells(row, facts),
+            100 * row.kept_bytes / largest,
+            100 * row.moved_bytes / largest,
+            100 * row.recomputed_bytes / largest,
+        )
         for row in facts.rows
     ]
     environment = Environment(
@@ -52,7 +57,8 @@ def page(report: PlanReport) -> str:
         rows=rows,
         totals=wording.totals(facts),
         explanation=wording.explanation(facts),
-        legend=wording.LEGEND,
+        legend=wording.legend(facts),
+        moves=bool(facts.moved_bytes),
         version=__version__,
         source=f"{facts.device}, trace: {facts.source}",
     )

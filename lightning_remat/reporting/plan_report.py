@@ -1,4 +1,4 @@
-"""The report of a plan: what is kept, what is computed again, what that costs, and why."""
+"""The report of a plan: what is kept, what is moved, what is computed again, what that costs, and why."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class PlanReport(Plain):
             notes.add_row(Text(subject), Text(text))
         return Group(
             Text(wording.title(facts), style="bold"), "", figures, "", notes, "", self._modules(),
-            Text(wording.explanation(facts)), "", Text(wording.LEGEND, style="dim"),
+            Text(wording.explanation(facts)), "", Text(wording.legend(facts), style="dim"),
         )  # fmt: skip
 
     def _modules(self) -> Report:
@@ -61,7 +61,7 @@ class PlanReport(Plain):
         table = Report(box=SIMPLE_HEAVY, pad_edge=False, padding=(0, 1, 0, 0))
         for i, head in enumerate(wording.heads(facts)):
             table.add_column(head, justify="right" if i > 1 else "left", overflow="fold", no_wrap=i > 0)
-        shown = sorted(facts.rows, key=lambda row: row.kept_bytes + row.recomputed_bytes, reverse=True)[:ROWS]
+        shown = sorted(facts.rows, key=lambda row: row.bytes, reverse=True)[:ROWS]
         for row in facts.rows:
             if row in shown:
                 table.add_row(*map(Text, wording.cells(row, facts)))  # a name is no markup

@@ -57,7 +57,7 @@ def draw_memory(panel: Any, report: PlanReport) -> None:
     result, facts = report.result, report.facts
     static = result.static_bytes
     plain = simulated_curve(result.trace, result.plain.drop)
-    plan = simulated_curve(result.trace, result.chosen.drop)
+    plan = simulated_curve(result.trace, result.chosen.drop, result.chosen.move, result.transfer)
     top = max(facts.plain_peak_bytes, facts.predicted_peak_bytes)
     curves: list[tuple[Curve, str, Any, float, str]] = [
         (plain, PLAIN, (0, (4, 1.5)), 1.2, "everything kept"),

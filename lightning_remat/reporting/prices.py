@@ -1,4 +1,4 @@
-"""What a plan pays for memory: seconds per byte, of the plan as a whole and of what it keeps.
+"""What a plan pays for memory: seconds per byte, of the plan as a whole and of what it keeps on the device.
 
 A planner that weighs memory against time with one price keeps what would cost more than that to compute again, and
 computes the rest again (a minimum cut, in economics a shadow price). Seen from the outside that price is the slope of
@@ -10,7 +10,7 @@ somewhere in the middle of backward the two prices differ; and a group of values
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -60,9 +60,9 @@ def _hull(candidates: Iterable[Candidate]) -> list[tuple[int, float]]:
 
 
 class Kept:
-    """Which values of a trace stay in memory for backward under a plan, and which are computed again.
+    """Which values of a trace stay in memory for backward under a plan, which leave it, and which are computed again.
 
-    A value stays if it is not dropped, and autograd saved it or an op that runs again reads it.
+    A value stays if it is neither dropped nor moved, and autograd saved it or an op that runs again reads it.
 
     Args:
         trace: the step.
@@ -71,16 +71,18 @@ class Kept:
 
     Attributes:
         values: those that stay.
+        moved: those that leave and come back.
         replayed: ops that run again.
     """
 
     def __init__(self, trace: Trace, drop: Sequence[bool], simulation: Simulation) -> None:
         self.trace = trace
         self.replayed = set(simulation.replayed)
-        dropped = _dropped(trace, drop)
+        self.moved = set(simulation.left)
+        dropped = _dropped(trace, drop, self.moved)
         wanted = {value for kind, _, value in trace.events if kind == SAVE}
         wanted |= {value for o in self.replayed for value in trace.ops[o].inputs}
-        self.values = {value for value in wanted if not dropped[value]}
+        self.values = {value for value in wanted if not dropped[value]} - self.moved
 
     def price(self, values: Iterable[int]) -> float | None:
         """Seconds per byte to compute kept values again instead, all of them and nothing else.
@@ -96,7 +98,7 @@ class Kept:
         while stack:
             for u in ops[stack.pop()].inputs:
                 maker = trace.makers[u]
-                if maker in again or maker in self.replayed or u in self.values:
+                if maker in again or maker in self.replayed or u in self.values or u in self.moved:
                     continue
                 if ops[maker].droppable:
                     again.add(maker)
@@ -107,11 +109,11 @@ class Kept:
         return sum(ops[o].seconds for o in again) / freed if freed > 0 else None
 
 
-def _dropped(trace: Trace, drop: Sequence[bool]) -> list[bool]:
+def _dropped(trace: Trace, drop: Sequence[bool], moved: Set[int]) -> list[bool]:
     """For each value, whether the tape drops it. What is written into a value that is there is there, too."""
     dropped = [False] * len(trace.nbytes)
     for op, wanted in zip(trace.ops, drop, strict=True):
-        here = op.droppable and bool(wanted) and (op.writes < 0 or dropped[op.writes])
+        here = op.droppable and bool(wanted) and (op.writes < 0 or dropped[op.writes] or op.writes in moved)
         for value in op.outputs:
             dropped[value] = here
     return dropped

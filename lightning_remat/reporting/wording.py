@@ -13,14 +13,18 @@ MIB = 2**20
 def title(facts: PlanFacts) -> str:
     """One line for the whole plan."""
     saved = 1 - facts.predicted_peak_bytes / facts.plain_peak_bytes if facts.plain_peak_bytes else 0.0
-    if not facts.recomputed_bytes:
+    if not facts.recomputed_bytes and not facts.moved_bytes:
         return f"Recomputation plan: everything kept, peak {format_size(facts.predicted_peak_bytes)}"
     extra, step = format_seconds(facts.predicted_extra_seconds), _predicted_step(facts)
     if step:
         extra += f" ({facts.predicted_extra_seconds / step:.1%} of a step)"
+    of = "computing again"
+    if facts.moved_bytes:
+        again = "computing again and " if facts.recomputed_bytes else ""
+        of = f"{again}transfers, {format_size(facts.moved_bytes)} moved"
     return (
         f"Recomputation plan: peak {format_size(facts.predicted_peak_bytes)} instead of "
-        f"{format_size(facts.plain_peak_bytes)} (-{saved:.0%}), for {extra} of computing again"
+        f"{format_size(facts.plain_peak_bytes)} (-{saved:.0%}), for {extra} of {of}"
     )
 
 
@@ -68,6 +72,15 @@ def notes(facts: PlanFacts) -> list[tuple[str, str]]:
         ("peak, everything kept", _place(facts.plain_peak)),
         ("step", NOT_MEASURED if facts.step_seconds is None else f"{format_seconds(facts.step_seconds)}, measured"),
     ]
+    if facts.moved_bytes:
+        hidden = f"; {facts.hidden:.0%} of the transfers hidden" if facts.hidden is not None else ""
+        found.append(
+            (
+                "moved",
+                f"{format_size(facts.moved_bytes)} out, {format_size(facts.fetched_bytes)} back; the step waits "
+                f"{format_seconds(facts.waited_seconds)}{hidden}, predicted",
+            )
+        )
     if facts.blocks:
         ends = facts.blocks[0] if len(facts.blocks) == 1 else f"{facts.blocks[0]} ... {facts.blocks[-1]}"
         found.append(("blocks", f"{len(facts.blocks)}: {ends}"))
@@ -86,7 +99,8 @@ def heads(facts: PlanFacts) -> tuple[str, ...]:
     """Heads of the columns of :func:`cells`."""
     unit, _ = price_unit(facts)
     again = f"recomputed\n{unit} per MiB"
-    return ("module", "ops", "kept", "recomputed", "extra ms", "in blocks", again, f"kept\n{unit} per MiB")
+    moved = ("moved",) if facts.moved_bytes else ()
+    return ("module", "ops", "kept", *moved, "recomputed", "extra ms", "in blocks", again, f"kept\n{unit} per MiB")
 
 
 def cells(row: ModuleRow, facts: PlanFacts) -> tuple[str, ...]:
@@ -102,6 +116,7 @@ def cells(row: ModuleRow, facts: PlanFacts) -> tuple[str, ...]:
         row.module or "(outside of modules)",
         row.kind,
         format_size(row.kept_bytes) if row.kept_bytes else "",
+        *((format_size(row.moved_bytes) if row.moved_bytes else "",) if facts.moved_bytes else ()),
         format_size(row.recomputed_bytes) if again else "",
         f"{row.extra_seconds * 1e3:.2f}" if again else "",
         f"{row.blocks_recomputed} of {row.blocks}" if row.blocks > 1 and again else "",
@@ -112,29 +127,41 @@ def cells(row: ModuleRow, facts: PlanFacts) -> tuple[str, ...]:
 
 def totals(facts: PlanFacts) -> tuple[str, ...]:
     """The last row of the table."""
-    extra = f"{facts.predicted_extra_seconds * 1e3:.2f}"
-    return ("all", "", format_size(facts.kept_bytes), format_size(facts.recomputed_bytes), extra, "", "", "")
+    extra = f"{(facts.recompute_seconds if facts.moved_bytes else facts.predicted_extra_seconds) * 1e3:.2f}"
+    moved = (format_size(facts.moved_bytes),) if facts.moved_bytes else ()
+    return ("all", "", format_size(facts.kept_bytes), *moved, format_size(facts.recomputed_bytes), extra, "", "", "")
 
 
 def explanation(facts: PlanFacts) -> str:
     """Why the plan is as it is, in one sentence."""
+    moves = bool(facts.moved_bytes)
     paid, following = _price(facts.paid_price), _price(facts.next_price or 0.0)
     if facts.predicted_peak_bytes > facts.budget_bytes:
         missing = format_size(facts.predicted_peak_bytes - facts.budget_bytes)
         return f"Even this plan needs {missing} more than the budget has: take a smaller batch, or allow more memory."
+    if not facts.paid_price and moves:
+        return (
+            "What leaves the device does so beside the step and is back in time, so that the budget costs no time."
+            if not facts.predicted_extra_seconds
+            else "No plan was found that takes less time than this one, whatever memory it may have."
+        )
     if not facts.paid_price:
         first = f"; freeing the first MiB would cost {following}" if facts.next_price is not None else ""
         return f"Everything fits into the budget, so nothing has to be computed again for it{first}."
     if facts.next_price is None:
-        return f"No plan was found that needs less memory than this one: its last MiB cost {paid} of computing again."
+        return (
+            f"No plan was found that needs less memory than this one: its last MiB cost {paid} of "
+            f"{'computing again and transfers' if moves else 'computing again'}."
+        )
+    what = "computed again or moved" if moves else "computed again"
     if facts.next_price <= facts.paid_price * 1.05:
         return (
-            f"The budget sets a price of about {paid} per MiB: what can be computed again for less is, and what would "
-            "cost more is kept."
+            f"The budget sets a price of about {paid} per MiB: what can be {what} for less is, and what would cost "
+            "more is kept."
         )
     return (
         f"The budget sets a price between {paid} per MiB, which the last memory freed has cost, and {following}, which "
-        "the next would: what can be computed again for less is, and what would cost more is kept."
+        f"the next would: what can be {what} for less is, and what would cost more is kept."
     )
 
 
@@ -146,6 +173,17 @@ LEGEND = (
     "together is computed again together."
 )
 """What the words and figures of the table mean."""
+
+_MOVED_LEGEND = (
+    ' "Moved": leaves the device in forward, and is back when backward asks for it; what that adds to the step is '
+    "in the extra time of the whole step, and not in that of the rows."
+)
+
+
+def legend(facts: PlanFacts) -> str:
+    """What the words and figures of the table mean, of those that are there."""
+    return LEGEND + (_MOVED_LEGEND if facts.moved_bytes else "")
+
 
 MEMORY_PLOT = (
     "Memory over one training step, foreseen by the simulator. The area is what the plan takes; the dashed curve is "

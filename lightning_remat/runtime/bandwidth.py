@@ -102,19 +102,15 @@ def measure(
     """
     rounds = max(1, rounds)
     tiny, back = _random(TINY_BYTES, device, 0), [_empty(TINY_BYTES, device)]
-    trips = [_trip(place, [tiny], back, device, clock) for _ in range(2 * rounds + 1)]
-    latency = median((out + into) / 2 for out, into in trips[1:])  # the first one makes what a place makes once
+    trips = [_trip(place, [tiny], back, device, clock, cpu_clock) for _ in range(2 * rounds + 1)]
+    latency = median((out + into) / 2 for out, into, _ in trips[1:])  # the first one makes what a place makes once
     count = max(1, total_bytes // content_bytes)
     two = [_random(content_bytes, device, seed) for seed in (1, 2)]
     sources = [two[i % 2] for i in range(count)]
     buffers = [_empty(content_bytes, device) for _ in range(count)]
-    outs, ins, cpu = [], [], []
-    for _ in range(rounds):
-        before = cpu_clock()
-        out, into = _trip(place, sources, buffers, device, clock)
-        cpu.append(cpu_clock() - before)
-        outs.append(out)
-        ins.append(into)
+    outs, ins, cpu = zip(
+        *(_trip(place, sources, buffers, device, clock, cpu_clock) for _ in range(rounds)), strict=True
+    )
     moved = count * content_bytes
     return Bandwidth(
         out_bytes_per_second=moved / max(median(outs), 1e-9),
@@ -128,13 +124,13 @@ def measure(
 
 
 def _trip(
-    place: Place, sources: list[Tensor], buffers: list[Tensor], device: torch.device, clock: Clock
-) -> tuple[float, float]:
-    """Seconds until all have arrived, and until all are back; compared with what they were, outside of both."""
+    place: Place, sources: list[Tensor], buffers: list[Tensor], device: torch.device, clock: Clock, cpu_clock: Clock
+) -> tuple[float, float, float]:
+    """Seconds until all have arrived, until all are back, and of processors; they are compared outside of these."""
     contents = []
     try:
         _settle(device)
-        start = clock()
+        start, cpu = clock(), cpu_clock()
         for source in sources:
             contents.append(place.take(source))
         for content in contents:
@@ -147,7 +143,7 @@ def _trip(
         for content, _ in pairs:
             content.finish_back()
         _settle(device)
-        end = clock()
+        end, cpu = clock(), cpu_clock() - cpu
     finally:
         for content in contents:
             content.release()
@@ -155,7 +151,7 @@ def _trip(
         if not torch.equal(source, buffer):
             raise OffloadError(f"what came back from {place.name!r} is not what was written: it cannot be used.")
         buffer.zero_()  # so that the next round does not find its bytes there
-    return there - start, end - there
+    return there - start, end - there, cpu
 
 
 def _settle(device: torch.device) -> None:

@@ -34,7 +34,8 @@ class Counters:
         waited_seconds: for how long steps stood still for them.
         offload_failures: contents that could not be written or read, or did not come back as they were.
         offload_refused: contents that stayed since there was no room for them.
-        last_bytes_out, last_bytes_in, last_transfer_seconds, last_waited_seconds: the same of the last step alone.
+        last_bytes_out, last_bytes_in, last_transfer_seconds, last_waited_seconds: the same of the last step alone,
+            as far as it has run.
         notes: what was decided and why, in order.
     """
 
@@ -73,17 +74,24 @@ class Counters:
         """The same of the last step."""
         return _hidden(self.last_transfer_seconds, self.last_waited_seconds)
 
-    def moved(self, step: Traffic) -> None:
-        """A step is over, and this is what it moved: its own figures, not those of a place that counts on."""
-        seconds = step.seconds_out + step.seconds_in
-        self.last_bytes_out, self.last_bytes_in = step.bytes_out, step.bytes_in
-        self.last_transfer_seconds, self.last_waited_seconds = seconds, step.waited_seconds
-        self.bytes_out += step.bytes_out
-        self.bytes_in += step.bytes_in
+    def step_begins(self) -> None:
+        """What is moved from now on belongs to another step."""
+        self.last_bytes_out = self.last_bytes_in = 0
+        self.last_transfer_seconds = self.last_waited_seconds = 0.0
+
+    def moved(self, some: Traffic) -> None:
+        """So much was moved since the last call: the difference, not what a place has counted in all."""
+        seconds = some.seconds_out + some.seconds_in
+        self.last_bytes_out += some.bytes_out
+        self.last_bytes_in += some.bytes_in
+        self.last_transfer_seconds += seconds
+        self.last_waited_seconds += some.waited_seconds
+        self.bytes_out += some.bytes_out
+        self.bytes_in += some.bytes_in
         self.transfer_seconds += seconds
-        self.waited_seconds += step.waited_seconds
-        self.offload_failures += step.failures
-        self.offload_refused += step.refused
+        self.waited_seconds += some.waited_seconds
+        self.offload_failures += some.failures
+        self.offload_refused += some.refused
 
     def note(self, text: str) -> None:
         """Write a decision down; of very many, the first are forgotten."""

@@ -112,6 +112,8 @@ class Offloading:
         if mover is None:
             return
         self.count()
+        self._hold_against_measured()
+        self.counters.step_begins()
         mover.begin(order, window, ahead)
         mover.halted = self.given_up or self._without
         self._without = False
@@ -129,11 +131,10 @@ class Offloading:
         """Take over what has been moved since the last time."""
         if self.mover is None:
             return
-        now = self.mover.place.traffic
-        before, self._counted = self._counted, replace(now)
-        step = Traffic(*[getattr(now, f.name) - getattr(before, f.name) for f in fields(Traffic)])
-        self.counters.moved(step)
-        self._hold_against(step)
+        now, before = self.mover.place.traffic, self._counted
+        self._counted = replace(now)
+        some = {f.name: getattr(self._counted, f.name) - getattr(before, f.name) for f in fields(Traffic)}
+        self.counters.moved(Traffic(**some))
 
     # ------------------------------------------------------------------ how fast
 
@@ -177,13 +178,14 @@ class Offloading:
             self.mover.seconds_per_byte = 1 / found.out_bytes_per_second + 1 / found.in_bytes_per_second
         return found
 
-    def _hold_against(self, step: Traffic) -> None:
-        """See whether a step's transfers were as fast as those that were measured; if not for a while, say so."""
-        rates = self._bandwidth
-        if rates is None or min(step.bytes_out, step.bytes_in) < _WORTH_A_LOOK:
+    def _hold_against_measured(self) -> None:
+        """See whether the last step's transfers were as fast as measured before; if not for a while, believe it."""
+        rates, counters = self._bandwidth, self.counters
+        moved_out, moved_in = counters.last_bytes_out, counters.last_bytes_in
+        if rates is None or min(moved_out, moved_in) < _WORTH_A_LOOK:
             return
-        expected = step.bytes_out / rates.out_bytes_per_second + step.bytes_in / rates.in_bytes_per_second
-        slower = (step.seconds_out + step.seconds_in) / expected
+        expected = moved_out / rates.out_bytes_per_second + moved_in / rates.in_bytes_per_second
+        slower = counters.last_transfer_seconds / expected
         self._slower = [*self._slower[1 - _IN_A_ROW :], slower]
         if len(self._slower) == _IN_A_ROW and min(self._slower) > _SLOWER:
             factor = median(self._slower)

@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
-from lightning_remat import Remat, RematCallback, RematStrategy
+from lightning_remat import Offload, Remat, RematCallback, RematStrategy
 from lightning_remat.integrations.monitor import Monitor
 from tests.helpers.training import Lit, Net, Result, regression, regression_data, train, trainer_for
 
@@ -45,7 +45,7 @@ class Failing(Lit):
 
 def trained(way: str, make: Callable[[], Any] = lit, batches: int = 6, rows: int = 6, **options: Any) -> Result:
     """A training; its `trainer.remat` is the engine, whichever way it came in."""
-    names = ("policy", "budget", "blocks", "verify", "verify_every_n_steps")
+    names = ("policy", "budget", "blocks", "offload", "verify", "verify_every_n_steps")
     ours = {name: options.pop(name) for name in names if name in options}
     callbacks: list[Callback] = options.pop("callbacks", [])
     data = regression_data(batches, rows)
@@ -108,6 +108,27 @@ def test_csv(way: str, every: int, tmp_path: Path) -> None:
     assert remat.counters.verified >= verified[-1] > 0
     assert (remat.counters.verified == verified[-1]) == (every < 5)  # the last batches came after the last row
     assert float(ours[-1]["remat/verified_different"]) == 0
+
+
+@WAYS
+def test_offload_has_metrics_of_its_own(way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Beside the others, in each row, and in the summary; what is trained is what plain training trains."""
+    caplog.set_level(logging.INFO)
+    plain = trained("plain")
+    offload = Offload("disk", min_bytes=16, in_flight=1)  # nothing stays until its transfer is over
+    result = trained(way, policy="full", offload=offload, logger=CSVLogger(tmp_path), log_every_n_steps=1)
+    assert result.difference(plain) == []
+    _, ours = split(rows_of(tmp_path))
+    names = {"remat/offloaded_bytes", "remat/fetched_bytes", "remat/transfer_wait_seconds"}
+    assert ours
+    assert all(names <= set(row) for row in ours)
+    counters = result.trainer.remat.counters
+    out = [float(row["remat/offloaded_bytes"]) for row in ours]
+    assert all(size > 0 for size in out)  # of each step by itself
+    assert sum(out) == counters.bytes_out
+    assert sum(float(row["remat/fetched_bytes"]) for row in ours) == counters.bytes_in == counters.bytes_out
+    assert all(0 <= float(row["remat/transfer_hidden"]) <= 1 for row in ours)
+    assert "moved" in caplog.text
 
 
 @WAYS

@@ -13,6 +13,7 @@ import pytest
 from lightning_remat import ConfigurationError
 from lightning_remat.planning.simulator import simulate
 from lightning_remat.planning.trace import NEED, Trace
+from lightning_remat.planning.transfer import Transfer
 from lightning_remat.reporting import plots
 from lightning_remat.reporting.curves import Curve, measured_curve, simulated_curve, thinned
 from lightning_remat.reporting.plan_report import PlanReport, plan_report
@@ -51,6 +52,20 @@ def test_the_curve_is_the_simulators() -> None:
     assert found.extra_seconds > 0
     assert curve.x[-1] == pytest.approx(trace.forward_seconds + trace.backward_seconds + found.extra_seconds)
     assert curve.turn == pytest.approx(trace.forward_seconds)
+
+
+def test_the_curve_of_a_plan_that_moves() -> None:
+    """Levels and peak of the simulator that knows moves; as long as what runs again makes it."""
+    trace = report().result.trace
+    drop = [False] * len(trace.ops)
+    move = [op.module.endswith(".up") for op in trace.ops]
+    transfer = Transfer(out_bytes_per_second=1e9, in_bytes_per_second=1e9)
+    found = simulate(trace, drop, True, move, transfer)
+    curve = simulated_curve(trace, drop, move, transfer)
+    assert found.moved_bytes > 0
+    assert curve.y[2::2] == found.levels
+    assert curve.y[curve.peak] == found.peak < simulate(trace, drop).peak
+    assert curve.x[-1] == pytest.approx(trace.forward_seconds + trace.backward_seconds)
 
 
 def test_without_durations_events_are_counted() -> None:

@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from lightning_remat import Remat, print_kept
+from lightning_remat import Offload, Remat, print_kept
 from lightning_remat.engine.actions import ActionTable
 from lightning_remat.engine.ledger import Ledger, ModuleStack
 from lightning_remat.engine.moving import MovingLedgerTape
@@ -144,7 +144,7 @@ def test_without_offload_there_is_no_such_column() -> None:
 
 
 def test_a_border_that_leaves_is_not_dropped_any_more() -> None:
-    """It was booked as dropped when its op ran, and leaves when the block is over."""
+    """It was booked as dropped when its op ran, and leaves when the block is over: once, and it is not kept besides."""
     ledger = Ledger(ModuleStack())
     place = MemoryPlace()
     tape = MovingLedgerTape(Clock(), ledger, Mover(place, min_bytes=1, in_flight=1))
@@ -154,10 +154,25 @@ def test_a_border_that_leaves_is_not_dropped_any_more() -> None:
         y = x.sin()
         line = ledger.lines["", "aten.sin.default"]
         assert (line.dropped_bytes, line.offloaded_bytes) == (512, 0)
-        tape.keep_border(y)
+        tape.keep_border(y)  # where a block ends
+        tape.keep_border(y)  # and where the next one begins
         assert (line.kept_bytes, line.dropped_bytes, line.offloaded_bytes) == (0, 0, 512)
         loss = y.exp().sum()
     tape.clear()
     loss.backward()
     assert place.taken == 1
     assert torch.equal(x.grad, (torch.ones(16, 8).sin().exp() * torch.ones(16, 8).cos()))
+
+
+def test_borders_of_blocks_leave() -> None:
+    """Under `full` nothing of a block is left on the device: its border has gone, what is inside is computed again."""
+    remat = Remat(policy="full", offload=Offload("disk", min_bytes=16))
+    model = Model()
+    with remat:
+        loss = model(X).sum()
+    loss.backward()
+    rows = rows_of(remat.blocks, remat.ledger)
+    assert sum(row.kept_bytes for row in rows.values()) == 0
+    assert all(row.dropped_bytes >= 0 for row in rows.values())
+    assert "offloaded" in text_of(remat.report())
+    remat.close()

@@ -13,7 +13,9 @@ def test_traffic_of_the_last_step_and_in_all() -> None:
     assert (counters.hidden, counters.last_hidden) == (None, None)
     counters.moved(Traffic(100, 90, seconds_out=2.0, seconds_in=1.0, waited_seconds=3.0, failures=1, refused=2))
     assert (counters.hidden, counters.last_hidden) == (0.0, 0.0)
-    counters.moved(Traffic(10, 10, seconds_out=0.5, seconds_in=0.5, waited_seconds=0.25, refused=1))
+    counters.step_begins()
+    counters.moved(Traffic(6, 0, seconds_out=0.5))
+    counters.moved(Traffic(4, 10, seconds_out=0.0, seconds_in=0.5, waited_seconds=0.25, refused=1))
     assert (counters.bytes_out, counters.bytes_in) == (110, 100)
     assert (counters.last_bytes_out, counters.last_bytes_in) == (10, 10)
     assert (counters.transfer_seconds, counters.waited_seconds) == (4.0, 3.25)
@@ -37,6 +39,7 @@ def test_metrics_are_those_of_the_last_step() -> None:
     assert ours <= figures(remat).keys()
     assert "transfer_hidden" not in figures(remat)
     for size in (1000, 10):
+        remat.counters.step_begins()
         remat.counters.moved(Traffic(size, size, seconds_out=1.0, seconds_in=1.0, waited_seconds=0.5))
     found = figures(remat)
     assert {name: found[name] for name in (*ours, "transfer_hidden")} == {

@@ -249,7 +249,8 @@ class DiskContent(Content):
     def _message(self, verb: str, error: BaseException | None) -> str:
         what = f"{format_bytes(self.nbytes)} could not be {verb} the disk in {self._place.where()}"
         if error is None or isinstance(error, Closed):
-            why = "they were released" if self._released else "the place was closed, or this is a fork of its process"
+            here = self._place.has(self._depot)
+            why = "they were released" if here else "the place was closed, or this is a fork of its process"
             return f"{what}: {why}."
         return f"{what}: {_reason(error)}. {_WAYS_OUT}"
 

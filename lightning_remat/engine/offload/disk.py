@@ -135,6 +135,7 @@ class DiskPlace(Place):
                 used = partial(_tell, weakref.ref(self))
                 self._depot = Depot(file, self.budget, self.workers, CHUNK, self.traffic, used)
                 self._finalizer = weakref.finalize(self, self._depot.end)
+                self._finalizer.atexit = False  # the depot has its own way
             return self._depot
 
     def _refusal(self, nbytes: int, reason: str) -> OffloadError:

@@ -61,8 +61,15 @@ def test_killed_in_the_middle_of_writing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+SLOW = """
+import threading
+real = os.pwritev
+os.pwritev = lambda *args: threading.Event().wait(0.05) or real(*args)
+held = [place.take(torch.ones(64 << 20, dtype=torch.uint8)) for _ in range(3)]
+"""
+
 ENDS = {
-    "in the middle of writing": "held = place.take(torch.ones(64 << 20, dtype=torch.uint8))",
+    "in the middle of writing": SLOW,
     "in cycles": "held = place.take(some); held.finish_out(); held.me = held; place.me = place",
     "closed": "place.take(torch.ones(64 << 20, dtype=torch.uint8)).release(); place.close(); place.close()",
     "silent": """
@@ -96,6 +103,13 @@ def test_the_interpreter_ends(tmp_path):
     assert error == ""
     assert out.splitlines() == [f"{name}: 0" for name in ENDS]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_that_was_not_forked_ends_in_the_middle_of_writing(tmp_path):
+    """Its threads are not in the middle of PyTorch when Python ends them, which would abort it."""
+    with script(SLOW + "ready()\n", tmp_path) as process:
+        out, error = process.communicate(timeout=120)
+    assert (process.returncode, out, error) == (0, "ready\n", "")
 
 
 def test_two_processes_in_one_directory(tmp_path):

@@ -8,7 +8,10 @@ list, which is worked off at once if the lock is free, and otherwise by whoever 
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +29,9 @@ from lightning_remat.engine.offload.file import ScratchFile
 from lightning_remat.engine.offload.gpu_direct import DirectFile
 from lightning_remat.engine.offload.place import Traffic
 from lightning_remat.engine.offload.transfer import Room, Transfer
+
+_SECONDS_AT_EXIT = 5.0
+_DEPOTS: weakref.WeakSet[Depot] = weakref.WeakSet()
 
 Move = Callable[[int, Transfer, Tensor], None]
 """Does the step of a number, on a thread; several at once."""
@@ -76,6 +82,7 @@ class Depot:
         self._ended = 0  # steps, ever
         self._chunks: dict[torch.device, SimpleQueue[Chunk]] = {}
         self._crew = Crew(workers, partial(_close, self.direct_file, file))
+        _DEPOTS.add(self)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -305,6 +312,22 @@ class _Clock:
         """One less; returns the seconds since there were any if it was the last, and else 0."""
         self._running -= 1
         return monotonic() - self._since if self._running == 0 else 0.0
+
+
+@atexit.register
+def _close_all() -> None:
+    """At the end of the interpreter, let running steps end.
+
+    Python then ends daemons wherever they want its lock, by unwinding their stacks; in the middle of PyTorch's C++ that
+    aborts the process. A disk that does not answer is not waited for any longer: such a thread is in the kernel.
+    """
+    for depot in list(_DEPOTS):
+        depot.close(_SECONDS_AT_EXIT)
+
+
+if hasattr(os, "register_at_fork"):
+    # Those of the parent have locks that nobody may give back in a child.
+    os.register_at_fork(after_in_child=_DEPOTS.clear)
 
 
 def _nobody(used: int) -> None:

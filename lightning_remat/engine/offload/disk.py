@@ -135,6 +135,7 @@ class DiskPlace(Place):
                 used = partial(_tell, weakref.ref(self))
                 self._depot = Depot(file, self.budget, self.workers, CHUNK, self.traffic, used)
                 self._finalizer = weakref.finalize(self, self._depot.end)
+                self._finalizer.atexit = False  # the depot has its own way
             return self._depot
 
     def _refusal(self, nbytes: int, reason: str) -> OffloadError:
@@ -249,7 +250,8 @@ class DiskContent(Content):
     def _message(self, verb: str, error: BaseException | None) -> str:
         what = f"{format_bytes(self.nbytes)} could not be {verb} the disk in {self._place.where()}"
         if error is None or isinstance(error, Closed):
-            why = "they were released" if self._released else "the place was closed, or this is a fork of its process"
+            here = self._place.has(self._depot)
+            why = "they were released" if here else "the place was closed, or this is a fork of its process"
             return f"{what}: {why}."
         return f"{what}: {_reason(error)}. {_WAYS_OUT}"
 

@@ -37,7 +37,7 @@ class ScratchFile:
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        # It stays open for as long as the place is in use, so there is no block for it.
+        # No `with` (SIM115): it stays open for as long as the place is in use.
         self._file = tempfile.TemporaryFile(dir=directory, prefix="lightning-remat-", buffering=0)  # noqa: SIM115
         try:
             self.direct = self._go_direct()

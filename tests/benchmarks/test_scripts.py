@@ -166,3 +166,17 @@ def test_the_allocator_that_is_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
         assert allocator.live == 0
     assert allocator.peak == 4000
     assert allocator.refused == 1
+
+
+def test_offload_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Both tables have every variant; what moves makes the peak smaller, and is in the file."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    small = ("--blocks", "2", "--width", "64", "--context", "64", "--batch", "4")
+    args = ("--rounds", "1", "--no-rss", "--shares", "0.7", "--directory", str(tmp_path))
+    written = run(monkeypatch, "offload_disk.py", tmp_path, *args, small=small)
+
+    rows = {row["variant"]: row for row in written["policies"]}
+    assert rows["offload_only"]["peak_bytes"] < rows["plain"]["peak_bytes"]
+    assert 0 < rows["offload_only"]["bytes_out"] <= rows["offload_only"]["file_bytes"]
+    without, with_disk = written["budgets"]
+    assert with_disk["extra_s"] <= without["extra_s"]

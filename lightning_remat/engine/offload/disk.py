@@ -120,6 +120,11 @@ class DiskPlace(Place):
         """Whether a depot is still the one in use: the place was not closed, and this is not a fork of its process."""
         return self._depot is depot
 
+    def allocated(self) -> int:
+        """Bytes of the disk that its file has now."""
+        depot = self._depot
+        return depot.file.allocated() if depot is not None else 0
+
     def where(self) -> str:
         """The directory, for messages."""
         return repr(str(self.directory)) if self.directory is not None else "the directory for temporary files"

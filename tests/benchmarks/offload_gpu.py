@@ -204,7 +204,7 @@ def compare(bench: Bench, args: dict[str, Any], shares: list[float], rounds: int
     budgets = {f"{share:.0%}": static + int(share * plain) for share in shares}
     makers: Makers = [
         ("plain", lambda: [PLAIN_WAY]),
-        *everyone(bench.model, bench.device, args["place"], args["min_bytes"], budgets),
+        *everyone(bench.model, bench.device, args["place"], args["limits"], budgets),
     ]
     found = admitted(bench, makers, expected)
     ways = found.ways
@@ -292,10 +292,11 @@ def main(
     if device.partition(":")[0] not in ("cuda", "cpu"):
         raise typer.BadParameter(f"{device} is neither cuda nor cpu", param_hint="'--device'")
     if small:
-        shape, dtype, rounds, min_bytes = SMALL, "fp32", 1, 1024
+        shape, dtype, rounds, min_bytes, in_flight = SMALL, "fp32", 1, 1024, 64 * 1024
     else:
         shape = Shape(blocks=blocks, width=width, context=context, batch=batch, heads=heads)
-    args = {"place": place, "min_bytes": min_bytes, "in_a_row": in_a_row}
+    limits = {"min_bytes": min_bytes} | ({} if in_flight is None else {"in_flight": in_flight})
+    args = {"place": place, "limits": limits, "in_a_row": in_a_row}
     with tempfile.TemporaryDirectory() as scratch, deterministic(), warnings.catch_warnings():
         # A budget that no plan fits is a row like others.
         warnings.filterwarnings("ignore", message="policy='auto'")

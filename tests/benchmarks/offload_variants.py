@@ -14,7 +14,7 @@ from rivals import NotHere
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 
-from lightning_remat import Remat
+from lightning_remat import Offload, Remat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,29 +32,32 @@ CHECKPOINT_WAY = Way(name=CHECKPOINT.name, run_block=CHECKPOINT.run_block)
 Makers = list[tuple[str, Callable[[], list[Way]]]]
 
 
-def everyone(model: nn.Module, device: torch.device, place: str, min_bytes: int, budgets: dict[str, int]) -> Makers:
+def everyone(
+    model: nn.Module, device: torch.device, place: str, limits: dict[str, int], budgets: dict[str, int]
+) -> Makers:
     """Names, and what makes the variants of that name (or raises `NotHere`); plain is the first.
 
     Args:
         model: what will be trained.
         device: where.
         place: where ours moves contents to, ``"cpu"`` or ``"disk"``.
-        min_bytes: what is smaller is not moved, by ours and by peers that can be told so.
+        limits: of ours, as `lightning_remat.Offload` takes them. ``min_bytes`` is for peers as well.
         budgets: for ours with ``policy="auto"``, in bytes, by the words for them.
     """
+    min_bytes = limits["min_bytes"]
     makers: Makers = [
         ("checkpoint", lambda: [CHECKPOINT_WAY]),
         ("save_on_cpu", lambda: with_and_without_checkpoint("save_on_cpu", _save_on_cpu(device))),
         ("TRL", lambda: with_and_without_checkpoint("TRL", _trl(model, device, min_bytes))),
         ("torchtune (archived)", lambda: with_and_without_checkpoint("torchtune", _torchtune(device, min_bytes))),
-        (f"remat offload_only, {place}", lambda: [ours("offload_only", place, min_bytes)]),
+        (f"remat offload_only, {place}", lambda: [ours("offload_only", place, limits)]),
         ("remat full", lambda: [ours("full")]),
-        (f"remat full, {place}", lambda: [ours("full", place, min_bytes)]),
+        (f"remat full, {place}", lambda: [ours("full", place, limits)]),
     ]
     for words, budget in budgets.items():
         makers += [
-            (f"remat auto {words}", functools.partial(_planned, words, budget, None, min_bytes)),
-            (f"remat auto {words}, {place}", functools.partial(_planned, words, budget, place, min_bytes)),
+            (f"remat auto {words}", functools.partial(_planned, words, budget, None, limits)),
+            (f"remat auto {words}, {place}", functools.partial(_planned, words, budget, place, limits)),
         ]
     return makers
 
@@ -67,27 +70,18 @@ def with_and_without_checkpoint(name: str, around: Callable[[], AbstractContextM
     ]
 
 
-def ours(policy: str, place: str | None = None, min_bytes: int = 0, **options: Any) -> Way:
-    """`Remat` under a policy.
-
-    Raises:
-        NotHere: it does not take these options.
-    """
+def ours(policy: str, place: str | None = None, limits: dict[str, int] | None = None, **options: Any) -> Way:
+    """`Remat` under a policy."""
     if place is not None:
-        try:
-            from lightning_remat import Offload
-
-            options["offload"] = Offload(place, min_bytes=min_bytes)
-        except ImportError as error:
-            raise NotHere(f"this version cannot offload ({error})") from None
+        options["offload"] = Offload(place, **(limits or {}))
     engine = Remat(policy=policy, **options)
     name = f"remat {policy}" + (f", {place}" if place else "")
     steps = 4 if policy == "auto" else 2
     return Way(name=name, around=lambda: engine, offloads=place is not None, ours=True, needs_steps=steps)
 
 
-def _planned(words: str, budget: int, place: str | None, min_bytes: int) -> list[Way]:
-    way = ours("auto", place, min_bytes, budget=budget)
+def _planned(words: str, budget: int, place: str | None, limits: dict[str, int]) -> list[Way]:
+    way = ours("auto", place, limits, budget=budget)
     name = f"remat auto {words}" + (f", {place}" if place else "")
     return [Way(name=name, around=way.around, offloads=way.offloads, ours=True, needs_steps=way.needs_steps)]
 

@@ -157,7 +157,8 @@ def test_offload(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, p
 
     rows = {row["variant"]: row for row in written["rows"]}
     names = {"plain", "torch checkpoint", "save_on_cpu", "checkpoint + save_on_cpu", "remat full", "remat auto 50%"}
-    assert names <= set(rows)
+    assert names | {f"remat {how}, {place}" for how in ("offload_only", "full", "auto 50%")} <= set(rows)
+    assert rows[f"remat offload_only, {place}"]["of_plain"] < 0.9
     assert not any(row["different"] for row in rows.values() if row["ours"])
     for row in rows.values():
         assert "save_on_cpu" not in row["variant"] or (tmp_path / "traces" / row["trace"]).exists()

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.benchmarks import optimality
+from tests.helpers.runif import RunIf
 
 HERE = Path(__file__).parent
 SMALL = ("--blocks", "2", "--width", "32", "--context", "16", "--batch", "2")
@@ -145,6 +146,50 @@ def test_overhead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         assert row["steps"] == 2  # of four turns with two batches each, the second
         assert row["ratio"] > 0
         assert row["at_rest"]
+
+
+@pytest.mark.parametrize(("device", "place"), [("cpu", "disk"), pytest.param("cuda", "cpu", marks=RunIf(cuda=True))])
+def test_offload(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, place: str) -> None:
+    """Whatever keeps activations elsewhere is exact here, and a trace of each is there to look at."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)  # the script sets it
+    options = ("--device", device, "--place", place, "--traces", str(tmp_path / "traces"))
+    written = run(monkeypatch, "offload_gpu.py", tmp_path, "--small", *options, small=())
+
+    rows = {row["variant"]: row for row in written["rows"]}
+    names = {"plain", "torch checkpoint", "save_on_cpu", "checkpoint + save_on_cpu", "remat full", "remat auto 50%"}
+    assert names | {f"remat {how}, {place}" for how in ("offload_only", "full", "auto 50%")} <= set(rows)
+    assert rows[f"remat offload_only, {place}"]["of_plain"] < 0.9
+    assert not any(row["different"] for row in rows.values() if row["ours"])
+    for row in rows.values():
+        assert "save_on_cpu" not in row["variant"] or (tmp_path / "traces" / row["trace"]).exists()
+        assert row["seconds"] > 0
+    left_out = [note.partition(":")[0] for note in written["notes"]]
+    assert "TRL" in left_out or "TRL" in rows
+
+
+def test_copies_beside_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time in which two kernels run counts once, and so does time in which two copies run."""
+    monkeypatch.syspath_prepend(HERE)
+    monkeypatch.delitem(sys.modules, "overlap", raising=False)
+    overlap = importlib.import_module("overlap")
+
+    def event(cat: str, name: str, begin: float, end: float) -> dict[str, Any]:
+        return {"ph": "X", "cat": cat, "name": name, "ts": begin, "dur": end - begin}
+
+    events = [
+        event("kernel", "gemm", 0, 10),
+        event("kernel", "norm", 5, 12),
+        event("kernel", "gemm", 20, 30),
+        event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 8, 16),
+        event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 10, 12),
+        event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 0, 100),
+        event("cpu_op", "aten::copy_", 0, 100),
+        {"ph": "i", "cat": "kernel", "name": "mark", "ts": 13},
+    ]
+    found = overlap.hidden_copies(events)
+    assert found == {"out_s": 8e-6, "out_hidden": 0.5, "back_s": 0, "back_hidden": None}
+    found = overlap.hidden_copies([*events, event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 18, 34)])
+    assert found["back_hidden"] == 10 / 16
 
 
 def test_the_allocator_that_is_made_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,7 +199,6 @@ class PinnedPool:
         oldest = sorted((slab for slab in self._slabs if not slab.out), key=lambda slab: slab.last_used)
         while oldest and at_least > 0:
             at_least -= self._forget(oldest.pop(0))
-        del oldest  # or the memory would still be in use when it is asked for
         self._trim()
 
     def _forget(self, slab: Slab) -> int:

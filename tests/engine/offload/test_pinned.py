@@ -70,6 +70,7 @@ def test_buffers_are_used_again_and_the_oldest_first() -> None:
     pool.give_back(first)
     assert pool.used_bytes == 0
     assert pool.take(8 * MIB) is second
+    assert (pool.used_bytes, pool.peak_bytes) == (8 * MIB, 16 * MIB)
     assert pool.take(8 * MIB) is first
     assert driver.asked == [8 * MIB] * 2
 

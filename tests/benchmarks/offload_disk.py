@@ -57,18 +57,29 @@ def ours(name: str, policy: str, **options: Any) -> Ours:
     return Ours(name=name, around=lambda: engine, engine=engine)
 
 
-def fixed(directory: str) -> dict[str, Callable[[], Variant]]:
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    """A directory, and how much may be in flight."""
+
+    directory: str
+    in_flight: str | None = None
+
+    def offload(self, **options: Any) -> Offload:
+        """The option."""
+        return Offload(self.directory, in_flight=self.in_flight, **options)
+
+
+def fixed(where: Where) -> dict[str, Callable[[], Variant]]:
     """Fixed policies, by name; fresh engines each time."""
+    disk, unchecked = where.offload(), where.offload(checksum=False)
     return {
         "plain": lambda: PLAIN,
         "remat full": lambda: ours("remat full", "full"),
         "remat selective": lambda: ours("remat selective", "selective"),
-        "offload_only": lambda: ours("offload_only", "offload_only", offload=directory),
-        "offload_only, no checksum": lambda: ours(
-            "offload_only, no checksum", "offload_only", offload=Offload(directory, checksum=False)
-        ),
-        "selective, disk": lambda: ours("selective, disk", "selective", offload=directory),
-        "full, disk": lambda: ours("full, disk", "full", offload=directory),
+        "offload_only": lambda: ours("offload_only", "offload_only", offload=disk),
+        "offload_only, no checksum": lambda: ours("offload_only, no checksum", "offload_only", offload=unchecked),
+        "selective, disk": lambda: ours("selective, disk", "selective", offload=disk),
+        "full, disk": lambda: ours("full, disk", "full", offload=disk),
     }
 
 
@@ -146,9 +157,9 @@ def timed(variants: list[Variant], model: torch.nn.Module, batch: Any, rounds: i
 # ---------------------------------------------------------------------- resident memory
 
 
-def resident(name: str, directory: str, shape: Shape) -> int:
+def resident(name: str, where: Where, shape: Shape) -> int:
     """The most that a process takes in a step under a variant, above what it has between steps; bytes."""
-    text = json.dumps({"name": name, "directory": directory, "shape": asdict(shape)})
+    text = json.dumps({"name": name, "where": asdict(where), "shape": asdict(shape)})
     found = subprocess.run([sys.executable, __file__, "--child", text], capture_output=True, text=True, check=True)
     return int(found.stdout.split()[-1])
 
@@ -159,7 +170,7 @@ def child(text: str) -> None:
     torch.manual_seed(0)
     shape = Shape(**asked["shape"])
     model, batch = GPT(shape), tokens_for(shape)
-    variant = fixed(asked["directory"])[asked["name"]]()
+    variant = fixed(Where(**asked["where"]))[asked["name"]]()
     between = int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
     for _ in range(_STEPS):
         step(variant, model, batch)
@@ -223,11 +234,11 @@ def budgets_table(rows: list[dict[str, Any]]) -> Table:
     return out
 
 
-def policies(shape: Shape, directory: str, rounds: int, with_resident: bool) -> list[dict[str, Any]]:
+def policies(shape: Shape, where: Where, rounds: int, with_resident: bool) -> list[dict[str, Any]]:
     """All fixed variants."""
     torch.manual_seed(0)
     model, batch = GPT(shape), tokens_for(shape)
-    variants = [make() for make in fixed(directory).values()]
+    variants = [make() for make in fixed(where).values()]
     check_equal(variants, model, batch)
     rows = []
     for variant in variants:
@@ -236,14 +247,14 @@ def policies(shape: Shape, directory: str, rounds: int, with_resident: bool) -> 
     timed(variants, model, batch, rounds, rows)
     if with_resident:
         for row in rows:
-            row["resident_bytes"] = resident(row["variant"], directory, shape)
+            row["resident_bytes"] = resident(row["variant"], where, shape)
     for variant in variants:
         if isinstance(variant, Ours):
             variant.engine.close()
     return rows
 
 
-def budgets(shape: Shape, directory: str, rounds: int, shares: list[float]) -> list[dict[str, Any]]:
+def budgets(shape: Shape, where: Where, rounds: int, shares: list[float]) -> list[dict[str, Any]]:
     """Ours under budgets, which are shares of the plain peak."""
     torch.manual_seed(0)
     model, batch = GPT(shape), tokens_for(shape)
@@ -253,7 +264,7 @@ def budgets(shape: Shape, directory: str, rounds: int, shares: list[float]) -> l
         budget = static_bytes(model) + int(share * plain)
         pair: list[Variant] = [
             ours(f"{share:.0%} of plain", "auto", budget=budget),
-            ours(f"{share:.0%} of plain, disk", "auto", budget=budget, offload=directory),
+            ours(f"{share:.0%} of plain, disk", "auto", budget=budget, offload=where.offload()),
         ]
         check_equal([PLAIN, *pair], model, batch)
         rows = []
@@ -288,6 +299,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=1)] = 5,
     shares: Annotated[str, typer.Option(help="Budgets, as shares of the plain peak.")] = "0.6,0.45,0.35",
     directory: Annotated[Path | None, typer.Option(help="Where; the directory for temporary files.")] = None,
+    in_flight: Annotated[str | None, typer.Option(help="Bytes in flight, as Offload takes them.")] = None,
     slow: Annotated[float | None, typer.Option(min=0.001, help="Slow the disk down to so many MB/s.")] = None,
     rss: Annotated[bool, typer.Option(help="Resident memory, each variant in a process of its own.")] = True,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads within an op; torch's choice by default.")] = None,
@@ -301,14 +313,14 @@ def main(
     if threads:
         torch.set_num_threads(threads)
     shape = Shape(blocks=blocks, width=width, context=context, batch=batch)
-    where = str(directory or tempfile.gettempdir())
+    where = Where(directory=str(directory or tempfile.gettempdir()), in_flight=in_flight)
     console = Console()
     with ExitStack() as stack:
         # What others have measured there is of no use: a disk that is slowed down is another one, and so is a new day.
         os.environ["XDG_CACHE_HOME"] = stack.enter_context(tempfile.TemporaryDirectory())
         stack.enter_context(slowed(slow))
-        place = DiskPlace(where)
-        disk = measure(place, where)
+        place = DiskPlace(where.directory)
+        disk = measure(place, where.directory)
         place.close()
         rows = [] if slow else policies(shape, where, rounds, rss)
         if rows:

@@ -217,7 +217,7 @@ def test_offload_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Both tables have every variant; what moves makes the peak smaller, and is in the file."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     small = ("--blocks", "2", "--width", "64", "--context", "64", "--batch", "4")
-    args = ("--rounds", "1", "--no-rss", "--shares", "0.7", "--directory", str(tmp_path))
+    args = ("--rounds", "1", "--no-rss", "--shares", "0.7", "--directory", str(tmp_path), "--in-flight", "128KiB")
     written = run(monkeypatch, "offload_disk.py", tmp_path, *args, small=small)
 
     rows = {row["variant"]: row for row in written["policies"]}

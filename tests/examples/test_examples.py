@@ -48,6 +48,7 @@ def test_every_script_is_tested() -> None:
         "demo_gpt.py",
         "plain_pytorch.py",
         "lightning_selective.py",
+        "offload.py",
         "out_of_memory.py",
     }
 
@@ -164,6 +165,19 @@ def test_plain_pytorch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 def test_lightning_selective(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "lightning_selective.py") == 0
     assert "gpt.blocks.*.mlp.1" in capsys.readouterr().out
+
+
+def test_offload(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The same losses in less than half of the memory, and nothing is left in the directory."""
+    monkeypatch.setattr(sys, "argv", ["offload.py", str(tmp_path)])
+    runpy.run_path(str(EXAMPLES / "offload.py"), run_name="__main__")
+
+    *rows, equal, share = capsys.readouterr().out.splitlines()
+    assert equal == "losses equal: True"
+    assert int(share.split("%")[0].split()[-1]) < 45
+    assert [row.split("  ")[0] for row in rows] == ["none", "offload_only", "selective and offload", "full and offload"]
+    assert all("hidden" in row for row in rows[1:])
+    assert not list(tmp_path.iterdir())
 
 
 def test_byte_budget(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

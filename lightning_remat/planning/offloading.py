@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -35,6 +36,7 @@ _AROUND = 40  # plans from which it goes on
 
 KEEP, DROP, MOVE = range(3)
 
+_T = TypeVar("_T")
 Cost = Callable[[Candidate], tuple[float, float]]
 
 
@@ -162,10 +164,7 @@ class Offloading:
             return None
         # Prices that no plan can pay point to the moments that matter.
         self.prices.search(int(least.peak_bytes * 0.9), 4)
-        while self.left > 0:
-            least = min(self.tried.values(), key=_small)
-            if not self._better(least, lambda c: (float(c.peak_bytes), c.extra_seconds)):
-                break
+        self._around([lambda c: (float(c.peak_bytes), c.extra_seconds)], known)
         return self.least()
 
     def _fill(self, budget: int, known: Sequence[Candidate]) -> None:
@@ -173,10 +172,8 @@ class Offloading:
         reserve = self.left // 2
         fitting = min((c.extra_seconds for c in known if c.peak_bytes <= budget), default=np.inf)
         bases = _front(c for c in known if c.peak_bytes > budget and c.extra_seconds < fitting)
-        # From the one with everything kept to the one that fits nearly, evenly.
-        chosen = np.unique(np.linspace(0, len(bases) - 1, min(len(bases), _BASES)).round().astype(int))
-        for base in [bases[i] for i in chosen.tolist()]:
-            drop = np.asarray(base.drop, dtype=bool)
+        drops = [np.asarray(base.drop, dtype=bool) for base in _some(bases)]
+        for drop in [*drops, *_some(list(self.prices.drops.values()))]:
             ops = self.moves.worthwhile(drop)
             unhurried = self.moves.unhurried(ops)
             for some in (unhurried, ops) if len(unhurried) < len(ops) else (ops,):
@@ -197,15 +194,18 @@ class Offloading:
             current: Candidate | None = starts[-1] if starts else None
             while current is not None and self.left > stop:
                 current = self._better(current, cost, stop)
-        around = set[tuple[tuple[bool, ...], tuple[bool, ...]]]()
+        self._around(costs, known)
+
+    def _around(self, costs: Sequence[Cost], known: Sequence[Candidate]) -> None:
+        """Descend from one plan after the other, the most promising first."""
+        seen = set[tuple[tuple[bool, ...], tuple[bool, ...]]]()
         for cost in itertools.cycle(costs):
-            rest = [c for c in (*self.tried.values(), *known) if (c.drop, c.move) not in around]
-            if self.left <= 0 or not rest or len(around) >= _AROUND:
+            rest = [c for c in (*self.tried.values(), *known) if (c.drop, c.move) not in seen]
+            if self.left <= 0 or not rest or len(seen) >= _AROUND:
                 break
-            start = min(rest, key=cost)
-            around.add((start.drop, start.move))
-            current = self._better(start, cost)
+            current: Candidate | None = min(rest, key=cost)
             while current is not None and self.left > 0:
+                seen.add((current.drop, current.move))
                 current = self._better(current, cost)
 
     # ------------------------------------------------------------------ small changes
@@ -261,6 +261,12 @@ class Offloading:
         if np.array_equal(drop, before[0]) and np.array_equal(move, before[1]):
             return None
         return drop, move
+
+
+def _some(things: Sequence[_T]) -> list[_T]:
+    """At most so many, evenly from the first to the last."""
+    chosen = np.unique(np.linspace(0, len(things) - 1, min(len(things), _BASES)).round().astype(int))
+    return [things[i] for i in chosen.tolist()]
 
 
 def _fast(candidate: Candidate) -> tuple[float, int]:

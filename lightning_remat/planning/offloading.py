@@ -30,7 +30,7 @@ _LEAST = 60  # plans to simulate for one budget, however long the trace is
 _MOST = 1200  # and however short
 _BASES = 6  # plans without moves that are made to fit by moves
 _STARTS = 3  # plans from which local search begins
-_OVER = (0.0, 4.0)  # what a byte too much costs, in units of what it costs to move one; 0: too large is out
+_OVER = (0.0, 1.0, 4.0, 0.3)  # what a byte too much costs, in units of what one saved costs; 0: too large is out
 
 _AROUND = 40  # plans from which it goes on
 
@@ -81,17 +81,18 @@ class Offloading:
         self.events = max(1, len(trace.events))
         self.most = max(_LEAST, min(_MOST, _WORK // self.events))
         self.left = 0  # plans that may still be simulated
+        self.budget = 0  # of the search that is running
         self.groups = self._groups()
 
     def _groups(self) -> list[Ints]:
-        """Ops with a choice, by what they do, to what, and how large; first those with the most bytes."""
+        """Ops with a choice, by what they do, to what, and how large; first those that take longest to run again."""
         graph, moves = self.moves.graph, self.moves
         found: dict[object, list[int]] = {}
         for o in np.flatnonzero(moves.can | (moves.droppable & self.recompute)).tolist():
             distances = tuple(sorted(o - u for u in graph.reads[o]))
             found.setdefault((self.trace.ops[o].name, graph.nbytes[o], distances, bool(moves.can[o])), []).append(o)
         groups = [np.asarray(ops, dtype=np.int64) for ops in found.values()]
-        return sorted(groups, key=lambda ops: -int(len(ops) * graph.nbytes[int(ops[0])]))
+        return sorted(groups, key=lambda ops: -sum(graph.seconds[o] for o in ops.tolist()))
 
     # ------------------------------------------------------------------ judging
 
@@ -139,6 +140,7 @@ class Offloading:
         if not self.moves.can.any():
             return None
         known = list(known)
+        self.budget = budget
         self.left = self.most if not rough else self.most // 4
         rounds = max(3, min(14, self.left // (3 * len(SHARES))))
         self.prices.search(budget, rounds)
@@ -164,6 +166,7 @@ class Offloading:
             return None
         # Prices that no plan can pay point to the moments that matter.
         self.prices.search(int(least.peak_bytes * 0.9), 4)
+        self.budget = -1
         self._around([lambda c: (float(c.peak_bytes), c.extra_seconds)], known)
         return self.least()
 
@@ -186,7 +189,10 @@ class Offloading:
 
     def _descend(self, budget: int, known: Sequence[Candidate]) -> None:
         """Local search from the best plans, with and without moves; then around others that are nearly as good."""
-        costs = [_Cost(budget, over * max(self.moves.dearest, 1e-15)) for over in _OVER]
+        fits = [c for c in (*self.tried.values(), *known) if c.peak_bytes <= budget]
+        plain = max(c.peak_bytes for c in (*self.tried.values(), *known))
+        unit = min((c.extra_seconds for c in fits), default=0.0) / max(1, plain - budget)
+        costs = [_Cost(budget, over * (unit or 1.0)) for over in _OVER]
         for i in range(_STARTS):
             cost = costs[i % len(costs)]
             starts = sorted([*self.tried.values(), *known], key=cost)[: i + 1]
@@ -213,10 +219,10 @@ class Offloading:
     def _better(self, start: Candidate, cost: Cost, stop: int = 0) -> Candidate | None:
         """After one round of changes, each taken up if it is for the better: the result, or None if none was."""
         now, worth = start, cost(start)
-        for ops, action in self._changes():
+        for group, piece, action in self._changes():
             if self.left <= stop:
                 break
-            changed = self._changed(now, ops, action)
+            changed = self._changed(now, group, piece, action, now.peak_bytes > self.budget)
             if changed is None:
                 continue
             candidate = self.judge(*changed)
@@ -224,42 +230,48 @@ class Offloading:
                 now, worth = candidate, cost(candidate)
         return None if now is start else now
 
-    def _changes(self) -> Iterable[tuple[Ints, int]]:
-        """Ops and what to do with them: whole kinds first, then halves, then single ones."""
-        for part in range(6):
+    def _changes(self) -> Iterable[tuple[Ints, int, int]]:
+        """Ops, which of them, and what to do with them: whole kinds first, then halves, then single ones."""
+        for piece in range(6):
             for group in self.groups:
-                half = len(group) // 2
-                pieces = (group, group[:half], group[half:], group[:1], group[half : half + 1], group[-1:])
-                ops = pieces[part]
-                if not len(ops) or (part and len(ops) == len(group)):
-                    continue
                 for action in (MOVE, KEEP, DROP):
-                    yield ops, action
+                    yield group, piece, action
 
-    def _changed(self, plan: Candidate, ops: Ints, action: int) -> tuple[Rows, Rows] | None:
-        drop = np.asarray(plan.drop, dtype=bool)
-        move = np.asarray(plan.move if plan.moves else [False] * len(drop), dtype=bool)
-        before = drop.copy(), move.copy()
-        if action == DROP:
-            if not self.recompute:
-                return None
-            ops = ops[self.moves.droppable[ops]]
-            drop[ops], move[ops] = True, False
-            for o in ops.tolist():
-                for under in self.polish.under.get(o, ()):
-                    drop[under], move[under] = True, False
-        else:
-            if action == MOVE:
-                ops = ops[self.moves.can[ops]]
-                move[ops] = True
-            else:
-                move[ops] = False
-            drop[ops] = False
-            for o in ops.tolist():
-                for above in self.polish.over.get(o, ()):
-                    drop[above] = False
-        if np.array_equal(drop, before[0]) and np.array_equal(move, before[1]):
+    def _changed(self, plan: Candidate, group: Ints, piece: int, action: int, over: bool) -> tuple[Rows, Rows] | None:
+        """The plan with other flags for some ops; None if that changes nothing, or could not be for the better.
+
+        Args:
+            plan: what is changed.
+            group: ops of a kind.
+            piece: which of those that can be changed: all, a half, or one.
+            action: what becomes of them.
+            over: whether the plan takes too much memory.
+        """
+        if action == DROP and not self.recompute:
             return None
+        drop = np.asarray(plan.drop, dtype=bool)
+        move = np.asarray(plan.move if plan.moves else np.zeros(len(drop)), dtype=bool)
+        dropped, moved = drop[group], move[group]
+        # What is kept costs no time, and what moves only if somebody waits or the processor does it.
+        costly = plan.waited_seconds > 0 or self.transfer.cpu_seconds_per_byte > 0
+        if action == MOVE:
+            ops = group[self.moves.can[group] & (dropped | (~moved & over))]
+        elif action == KEEP:
+            ops = group[dropped | (moved & costly)]
+        else:
+            ops = group[self.moves.droppable[group] & ~dropped & ((moved & costly) | over)]
+        half = len(ops) // 2
+        pieces = (ops, ops[:half], ops[half:], ops[:1], ops[half : half + 1], ops[-1:])
+        if not len(pieces[piece]) or (piece and len(pieces[piece]) == len(ops)):
+            return None
+        ops = pieces[piece]
+        drop[ops], move[ops] = action == DROP, action == MOVE
+        for o in ops.tolist():
+            # What is written in place can be dropped only together with what was there before.
+            for other in self.polish.under.get(o, ()) if action == DROP else ():
+                drop[other], move[other] = True, False
+            for other in self.polish.over.get(o, ()) if action != DROP else ():
+                drop[other] = False
         return drop, move
 
 

@@ -175,7 +175,10 @@ class Offloading:
         reserve = self.left // 2
         fitting = min((c.extra_seconds for c in known if c.peak_bytes <= budget), default=np.inf)
         bases = _front(c for c in known if c.peak_bytes > budget and c.extra_seconds < fitting)
-        drops = [np.asarray(base.drop, dtype=bool) for base in _some(bases)]
+        # The fastest one that fits with moves for which nobody has to wait, and the one after it, before the others.
+        count = fewest(len(bases), lambda n: self._hidden(bases[n - 1]).peak_bytes <= budget)
+        chosen = [*bases[count - 1 : count + 1], *_some(bases)] if count else _some(bases)
+        drops = [np.asarray(base.drop, dtype=bool) for base in chosen]
         for drop in [*drops, *_some(list(self.prices.drops.values()))]:
             ops = self.moves.worthwhile(drop)
             unhurried = self.moves.unhurried(ops)
@@ -183,6 +186,10 @@ class Offloading:
                 if self.left < reserve or not len(some):
                     break
                 self._fewest(drop, some, budget)
+
+    def _hidden(self, base: Candidate) -> Candidate:
+        drop = np.asarray(base.drop, dtype=bool)
+        return self.judge(drop, self.moves.as_row(self.moves.unhurried(self.moves.worthwhile(drop))))
 
     def _fewest(self, drop: Rows, ops: Ints, budget: int) -> None:
         fewest(len(ops), lambda n: self.judge(drop, self.moves.as_row(ops[:n])).peak_bytes <= budget)
@@ -255,7 +262,8 @@ class Offloading:
         # What is kept costs no time, and what moves only if somebody waits or the processor does it.
         costly = plan.waited_seconds > 0 or self.transfer.cpu_seconds_per_byte > 0
         if action == MOVE:
-            ops = group[self.moves.can[group] & (dropped | (~moved & over))]
+            # Also where there is room: what moves for nothing makes more of it, for what is dropped.
+            ops = group[self.moves.can[group] & ~moved]
         elif action == KEEP:
             ops = group[dropped | (moved & costly)]
         else:

@@ -109,7 +109,7 @@ class Moves:
 
 def fewest(count: int, fits: Callable[[int], bool]) -> int | None:
     """The least number up to ``count`` that fits, by bisection; None if not even ``count`` does."""
-    if not fits(count):
+    if not count or not fits(count):
         return None
     low, high = 0, count
     while high - low > max(1, count // 64):

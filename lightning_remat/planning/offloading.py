@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -29,12 +30,13 @@ _LEAST = 60  # plans to simulate for one budget, however long the trace is
 _MOST = 1200  # and however short
 _BASES = 6  # plans without moves that are made to fit by moves
 _STARTS = 3  # plans from which local search begins
-_OVER = (0.0, 4.0)  # what a byte too much costs, in units of what it costs to move one; 0: too large is out
+_OVER = (0.0, 1.0, 4.0, 0.3)  # what a byte too much costs, in units of what one saved costs; 0: too large is out
 
 _AROUND = 40  # plans from which it goes on
 
 KEEP, DROP, MOVE = range(3)
 
+_T = TypeVar("_T")
 Cost = Callable[[Candidate], tuple[float, float]]
 
 
@@ -79,17 +81,18 @@ class Offloading:
         self.events = max(1, len(trace.events))
         self.most = max(_LEAST, min(_MOST, _WORK // self.events))
         self.left = 0  # plans that may still be simulated
+        self.budget = 0  # of the search that is running
         self.groups = self._groups()
 
     def _groups(self) -> list[Ints]:
-        """Ops with a choice, by what they do, to what, and how large; first those with the most bytes."""
+        """Ops with a choice, by what they do, to what, and how large; first those that take longest to run again."""
         graph, moves = self.moves.graph, self.moves
         found: dict[object, list[int]] = {}
         for o in np.flatnonzero(moves.can | (moves.droppable & self.recompute)).tolist():
             distances = tuple(sorted(o - u for u in graph.reads[o]))
             found.setdefault((self.trace.ops[o].name, graph.nbytes[o], distances, bool(moves.can[o])), []).append(o)
         groups = [np.asarray(ops, dtype=np.int64) for ops in found.values()]
-        return sorted(groups, key=lambda ops: -int(len(ops) * graph.nbytes[int(ops[0])]))
+        return sorted(groups, key=lambda ops: -sum(graph.seconds[o] for o in ops.tolist()))
 
     # ------------------------------------------------------------------ judging
 
@@ -137,6 +140,7 @@ class Offloading:
         if not self.moves.can.any():
             return None
         known = list(known)
+        self.budget = budget
         self.left = self.most if not rough else self.most // 4
         rounds = max(3, min(14, self.left // (3 * len(SHARES))))
         self.prices.search(budget, rounds)
@@ -162,10 +166,8 @@ class Offloading:
             return None
         # Prices that no plan can pay point to the moments that matter.
         self.prices.search(int(least.peak_bytes * 0.9), 4)
-        while self.left > 0:
-            least = min(self.tried.values(), key=_small)
-            if not self._better(least, lambda c: (float(c.peak_bytes), c.extra_seconds)):
-                break
+        self.budget = -1
+        self._around([lambda c: (float(c.peak_bytes), c.extra_seconds)], known)
         return self.least()
 
     def _fill(self, budget: int, known: Sequence[Candidate]) -> None:
@@ -173,10 +175,11 @@ class Offloading:
         reserve = self.left // 2
         fitting = min((c.extra_seconds for c in known if c.peak_bytes <= budget), default=np.inf)
         bases = _front(c for c in known if c.peak_bytes > budget and c.extra_seconds < fitting)
-        # From the one with everything kept to the one that fits nearly, evenly.
-        chosen = np.unique(np.linspace(0, len(bases) - 1, min(len(bases), _BASES)).round().astype(int))
-        for base in [bases[i] for i in chosen.tolist()]:
-            drop = np.asarray(base.drop, dtype=bool)
+        # The fastest one that fits with moves for which nobody has to wait, and the one after it, before the others.
+        count = fewest(len(bases), lambda n: self._hidden(bases[n - 1]).peak_bytes <= budget)
+        chosen = [*bases[count - 1 : count + 1], *_some(bases)] if count else _some(bases)
+        drops = [np.asarray(base.drop, dtype=bool) for base in chosen]
+        for drop in [*drops, *_some(list(self.prices.drops.values()))]:
             ops = self.moves.worthwhile(drop)
             unhurried = self.moves.unhurried(ops)
             for some in (unhurried, ops) if len(unhurried) < len(ops) else (ops,):
@@ -184,12 +187,19 @@ class Offloading:
                     break
                 self._fewest(drop, some, budget)
 
+    def _hidden(self, base: Candidate) -> Candidate:
+        drop = np.asarray(base.drop, dtype=bool)
+        return self.judge(drop, self.moves.as_row(self.moves.unhurried(self.moves.worthwhile(drop))))
+
     def _fewest(self, drop: Rows, ops: Ints, budget: int) -> None:
         fewest(len(ops), lambda n: self.judge(drop, self.moves.as_row(ops[:n])).peak_bytes <= budget)
 
     def _descend(self, budget: int, known: Sequence[Candidate]) -> None:
         """Local search from the best plans, with and without moves; then around others that are nearly as good."""
-        costs = [_Cost(budget, over * max(self.moves.dearest, 1e-15)) for over in _OVER]
+        fits = [c for c in (*self.tried.values(), *known) if c.peak_bytes <= budget]
+        plain = max(c.peak_bytes for c in (*self.tried.values(), *known))
+        unit = min((c.extra_seconds for c in fits), default=0.0) / max(1, plain - budget)
+        costs = [_Cost(budget, over * (unit or 1.0)) for over in _OVER]
         for i in range(_STARTS):
             cost = costs[i % len(costs)]
             starts = sorted([*self.tried.values(), *known], key=cost)[: i + 1]
@@ -197,15 +207,18 @@ class Offloading:
             current: Candidate | None = starts[-1] if starts else None
             while current is not None and self.left > stop:
                 current = self._better(current, cost, stop)
-        around = set[tuple[tuple[bool, ...], tuple[bool, ...]]]()
+        self._around(costs, known)
+
+    def _around(self, costs: Sequence[Cost], known: Sequence[Candidate]) -> None:
+        """Descend from one plan after the other, the most promising first."""
+        seen = set[tuple[tuple[bool, ...], tuple[bool, ...]]]()
         for cost in itertools.cycle(costs):
-            rest = [c for c in (*self.tried.values(), *known) if (c.drop, c.move) not in around]
-            if self.left <= 0 or not rest or len(around) >= _AROUND:
+            rest = [c for c in (*self.tried.values(), *known) if (c.drop, c.move) not in seen]
+            if self.left <= 0 or not rest or len(seen) >= _AROUND:
                 break
-            start = min(rest, key=cost)
-            around.add((start.drop, start.move))
-            current = self._better(start, cost)
+            current: Candidate | None = min(rest, key=cost)
             while current is not None and self.left > 0:
+                seen.add((current.drop, current.move))
                 current = self._better(current, cost)
 
     # ------------------------------------------------------------------ small changes
@@ -213,10 +226,10 @@ class Offloading:
     def _better(self, start: Candidate, cost: Cost, stop: int = 0) -> Candidate | None:
         """After one round of changes, each taken up if it is for the better: the result, or None if none was."""
         now, worth = start, cost(start)
-        for ops, action in self._changes():
+        for group, piece, action in self._changes():
             if self.left <= stop:
                 break
-            changed = self._changed(now, ops, action)
+            changed = self._changed(now, group, piece, action, now.peak_bytes > self.budget)
             if changed is None:
                 continue
             candidate = self.judge(*changed)
@@ -224,43 +237,56 @@ class Offloading:
                 now, worth = candidate, cost(candidate)
         return None if now is start else now
 
-    def _changes(self) -> Iterable[tuple[Ints, int]]:
-        """Ops and what to do with them: whole kinds first, then halves, then single ones."""
-        for part in range(6):
+    def _changes(self) -> Iterable[tuple[Ints, int, int]]:
+        """Ops, which of them, and what to do with them: whole kinds first, then halves, then single ones."""
+        for piece in range(6):
             for group in self.groups:
-                half = len(group) // 2
-                pieces = (group, group[:half], group[half:], group[:1], group[half : half + 1], group[-1:])
-                ops = pieces[part]
-                if not len(ops) or (part and len(ops) == len(group)):
-                    continue
                 for action in (MOVE, KEEP, DROP):
-                    yield ops, action
+                    yield group, piece, action
 
-    def _changed(self, plan: Candidate, ops: Ints, action: int) -> tuple[Rows, Rows] | None:
-        drop = np.asarray(plan.drop, dtype=bool)
-        move = np.asarray(plan.move if plan.moves else [False] * len(drop), dtype=bool)
-        before = drop.copy(), move.copy()
-        if action == DROP:
-            if not self.recompute:
-                return None
-            ops = ops[self.moves.droppable[ops]]
-            drop[ops], move[ops] = True, False
-            for o in ops.tolist():
-                for under in self.polish.under.get(o, ()):
-                    drop[under], move[under] = True, False
-        else:
-            if action == MOVE:
-                ops = ops[self.moves.can[ops]]
-                move[ops] = True
-            else:
-                move[ops] = False
-            drop[ops] = False
-            for o in ops.tolist():
-                for above in self.polish.over.get(o, ()):
-                    drop[above] = False
-        if np.array_equal(drop, before[0]) and np.array_equal(move, before[1]):
+    def _changed(self, plan: Candidate, group: Ints, piece: int, action: int, over: bool) -> tuple[Rows, Rows] | None:
+        """The plan with other flags for some ops; None if that changes nothing, or could not be for the better.
+
+        Args:
+            plan: what is changed.
+            group: ops of a kind.
+            piece: which of those that can be changed: all, a half, or one.
+            action: what becomes of them.
+            over: whether the plan takes too much memory.
+        """
+        if action == DROP and not self.recompute:
             return None
+        drop = np.asarray(plan.drop, dtype=bool)
+        move = np.asarray(plan.move if plan.moves else np.zeros(len(drop)), dtype=bool)
+        dropped, moved = drop[group], move[group]
+        # What is kept costs no time, and what moves only if somebody waits or the processor does it.
+        costly = plan.waited_seconds > 0 or self.transfer.cpu_seconds_per_byte > 0
+        if action == MOVE:
+            # Also where there is room: what moves for nothing makes more of it, for what is dropped.
+            ops = group[self.moves.can[group] & ~moved]
+        elif action == KEEP:
+            ops = group[dropped | (moved & costly)]
+        else:
+            ops = group[self.moves.droppable[group] & ~dropped & ((moved & costly) | over)]
+        half = len(ops) // 2
+        pieces = (ops, ops[:half], ops[half:], ops[:1], ops[half : half + 1], ops[-1:])
+        if not len(pieces[piece]) or (piece and len(pieces[piece]) == len(ops)):
+            return None
+        ops = pieces[piece]
+        drop[ops], move[ops] = action == DROP, action == MOVE
+        for o in ops.tolist():
+            # What is written in place can be dropped only together with what was there before.
+            for other in self.polish.under.get(o, ()) if action == DROP else ():
+                drop[other], move[other] = True, False
+            for other in self.polish.over.get(o, ()) if action != DROP else ():
+                drop[other] = False
         return drop, move
+
+
+def _some(things: Sequence[_T]) -> list[_T]:
+    """At most so many, evenly from the first to the last."""
+    chosen = np.unique(np.linspace(0, len(things) - 1, min(len(things), _BASES)).round().astype(int))
+    return [things[i] for i in chosen.tolist()]
 
 
 def _fast(candidate: Candidate) -> tuple[float, int]:

@@ -25,6 +25,7 @@ _WORK = 700_000  # events to simulate in polishing: little beside what a plan is
 _SEEDS = 64  # plans from which polishing begins
 _LARGE = 500  # simulations; if there are fewer, the trace is large
 _AROUND_LARGE = (0.97, 1.03)
+_LARGER = 8  # plans for larger budgets, to which moves are added
 _AROUND = (0.9, 0.94, 0.97, 1.0, 1.03, 1.06, 1.1)  # budgets for these, to the budget that was asked for
 
 
@@ -136,10 +137,20 @@ class Planner:
         hopeless = self._moves_sought and budget < self._least_tried().peak_bytes
         best = self._without_moves(budget, rough) if self.recompute and not hopeless else None
         if self._offloading is not None:
-            self._offloading.within(budget, self.tried.values(), rough)
+            self._offloading.within(budget, self._around(budget), rough)
             if best is None and self._offloading.best(budget) is None:
                 self.smallest()
         return self._best(budget)
+
+    def _around(self, budget: int) -> list[Candidate]:
+        """Plans without moves for this and larger budgets: what moves may be added to."""
+        found = dict(self.tried)
+        for i in range(1, _LARGER) if self.recompute else ():
+            drop = self.search.best(budget + (self.plain.peak_bytes - budget) * i / _LARGER)
+            if drop is not None and tuple(drop) not in found:
+                # Not among what was tried: what is found without moves depends on no transfer.
+                found[tuple(drop)] = judged(self.trace, drop)
+        return list(found.values())
 
     def _without_moves(self, budget: int, rough: bool) -> Candidate | None:
         best = self._best_tried(budget)

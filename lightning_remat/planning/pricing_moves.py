@@ -33,6 +33,10 @@ class MovePricing:
         moves: what could move.
         recompute: whether anything may be dropped.
         found: is told every plan that is tried.
+
+    Attributes:
+        drops: what the plans of the last search drop. With all that costs the same the prices want all or nothing to
+            move; how much of it does, others have to find.
     """
 
     def __init__(self, pricing: Pricing, moves: Moves, recompute: bool, found: Callable[[Candidate], None]) -> None:
@@ -44,6 +48,7 @@ class MovePricing:
         self.count = len(layout.trace.ops)
         self.made: Ints = np.asarray(layout.run, dtype=np.int64)
         self.last: Rows = np.zeros(self.count, dtype=bool)  # kept or moved, and needed, in the last plan
+        self.drops: dict[bytes, Rows] = {}
         self.free: Ints = np.asarray(pricing.cuts.free if recompute else [], dtype=np.int64)
 
     def search(self, budget: int, rounds: int) -> None:
@@ -54,6 +59,7 @@ class MovePricing:
             rounds: minimum cuts to make for each price.
         """
         cuts = self.pricing.cuts
+        self.drops = {}
         prices = np.zeros(self.pricing.end + 1)
         total = float(cuts.nbytes.sum())
         usual = float(cuts.seconds.sum()) / total if total and self.recompute else 0.0
@@ -65,6 +71,7 @@ class MovePricing:
             step = 1.0
             for _ in range(rounds):
                 drop, move = self._cut(prices, price, when)
+                self.drops.setdefault(drop.tobytes(), drop)
                 simulator: Simulator
                 if move.any():
                     simulator = MovingSimulator(
@@ -77,8 +84,6 @@ class MovePricing:
                 if move.any():
                     self.found(candidate_of(drop.tolist(), move.tolist(), run))
                 if run.peak <= budget:
-                    if not prices.any():
-                        break  # nothing is too large even for nothing
                     prices *= 1 - 0.3 * step
                     step *= 0.9
                 else:

@@ -112,6 +112,16 @@ def test_budgets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert plans["lowest"] == pytest.approx(1, abs=0.02)
 
 
+def test_offload_budgets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A place never makes a plan slower."""
+    chosen = ("--tiny", "--model", "resnet", "--share", "0.8", "--speed", "2")
+    written = run(monkeypatch, "offload_budgets.py", tmp_path, small=chosen)
+
+    without, given = written["rows"]
+    assert given["extra_seconds"] <= without["extra_seconds"]
+    assert given["planning_seconds"] > 0
+
+
 def test_planning_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A trace has a record for every op, and planning takes some time."""
     written = run(monkeypatch, "planning_time.py", tmp_path, small=("--blocks", "2"))

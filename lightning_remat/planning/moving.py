@@ -122,7 +122,7 @@ class MovingSimulator(Simulator):
     def play(self, events: Sequence[Event]) -> None:
         """Many events, as :meth:`step` does them; what mostly happens is written out here, since it takes most time."""
         state, saved, read, held, slot = self.state, self.saved, self.read, self.held, self.slot
-        nbytes, dropped, may = self.trace.nbytes, self.dropped, self.may
+        nbytes, dropped, may, pinned = self.trace.nbytes, self.dropped, self.may, self.pinned
         for now, (kind, a, b) in enumerate(events):
             if kind == SAVE:
                 slot[a] = b
@@ -146,7 +146,7 @@ class MovingSimulator(Simulator):
                     slot[a] = -1
                     saved[value] -= 1
                     if not (saved[value] or read[value]):
-                        if state[value] == _THERE and not held[value]:
+                        if state[value] == _THERE and not held[value] and value not in pinned:
                             state[value] = _GONE
                             self.live -= nbytes[value]
                         else:

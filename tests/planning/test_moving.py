@@ -297,8 +297,8 @@ def test_written_over_on_its_way_out() -> None:
     # a leaves at 2, when r has run, and is out at 7; the write waits for that.
     assert (found.left, found.asked) == ([a, b], [b, a])
     assert found.waited_seconds == 5
-    # RUN a, RUN r, SAVE, FREE r, RUN write (in a's place), RUN c, SAVE (b leaves), FREE b (in the window), FREE c, EXIT,
-    # NEED b (and a comes ahead), RELEASE, NEED r (made of a, which goes), RELEASE
+    # RUN a, RUN r, SAVE, FREE r, RUN write (in a's place), RUN c, SAVE (b leaves), FREE b (in the window), FREE c,
+    # EXIT, NEED b (and a comes ahead), RELEASE, NEED r (made of a, which goes), RELEASE
     assert found.levels == [10, 14, 14, 10, 10, 20, 20, 20, 10, 10, 20, 10, 4, 0]
     assert found.tops[12] == 14
 

@@ -12,7 +12,6 @@ in-place and foreign ops made cannot be evicted.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heapreplace
 from math import inf
@@ -21,9 +20,9 @@ from weakref import WeakSet
 from weakref import ref as weakref
 
 import torch
-from torch import Tensor
 
 from lightning_remat.engine.generators import RecordedState
+from lightning_remat.engine.lineage import Gone, evictable_bytes, holder_of, missing_for
 from lightning_remat.engine.offload.moved import fetch_op
 from lightning_remat.engine.offload.mover import Mover
 from lightning_remat.engine.out_of_memory import bytes_asked, is_out_of_memory
@@ -31,7 +30,7 @@ from lightning_remat.engine.replay import missing_ops, run
 from lightning_remat.engine.rules import rule_for
 from lightning_remat.engine.sources import Recipe, Source, Sources
 from lightning_remat.engine.store import alias
-from lightning_remat.engine.values import HELD, OWNED, Op, Value, geometry_of
+from lightning_remat.engine.values import HELD, OWNED, Geometry, Op, Value, geometry_of
 
 ATTEMPTS = 40
 """How often an op is called again; each time twice as much room is made as the time before, until nothing is left."""
@@ -40,17 +39,8 @@ _UNKNOWN = 1 << 20  # bytes to make room for where an error does not say how man
 _PER_CALL = 5e-6  # seconds, where nobody knows how long an op takes: for a call,
 _CHEAP = 2e-10  # and for a byte of its output
 _DEAR = 4e-9
-_use_count = torch._C._storage_Use_Count
 _NoModes = torch._C._DisableTorchDispatch
 _NEVER = inf
-
-# References to a tensor that only its holder has: the holder's slot, the list that we put it into, a loop's variable,
-# getrefcount's argument.
-_ONLY_HOLDER = 4
-
-
-class Gone(Exception):
-    """A content cannot be made again: what it was computed from is no longer there."""
 
 
 class Eviction:
@@ -183,14 +173,14 @@ class Eviction:
             value = source.value() if source.value is not None else None
             if value is not None and value in stays:
                 continue
-            size = _evictable_bytes(source)
+            size = evictable_bytes(source)
             if size and (source.recipe is not None or self._moves(size)):
                 heap.append((self._price(source, size), number, size, source))
         heapify(heap)
         freed = given_way
         while heap and freed < nbytes:
             price, number, size, source = heap[0]
-            if not _evictable_bytes(source):
+            if not evictable_bytes(source):
                 heappop(heap)
                 continue
             now = self._price(source, size)
@@ -220,7 +210,7 @@ class Eviction:
 
     def _recompute_price(self, source: Source, size: int) -> float:
         try:
-            missing = _missing(source)
+            missing = missing_for(source)
         except Gone:
             return _NEVER
         recipes = {id(s.recipe): s for s in (source, *missing)}
@@ -249,7 +239,6 @@ class Eviction:
             holder = value.tensor if value is not None else None
         if holder is None:
             return False
-        storage = weakref(holder.untyped_storage())
         with _NoModes():
             moved = mover.leave(alias(holder), expected=False)
         del holder
@@ -260,42 +249,19 @@ class Eviction:
             value.flags = 0
             value.source = source
             source.value = weakref(value)
-        for reference in source.saved:
-            saved = reference()
-            if saved is not None and saved.tensor is not None:
-                saved.geometry = geometry_of(saved.tensor)
-                saved.value = value
-                saved.tensor = None
-        value.tensor = value.version = None
-        value.flags &= ~(OWNED | HELD)
-        value.geometry = moved.geometry
-        value.op = fetch_op(moved, value, source.recipe.index if source.recipe is not None else 0)
-        return storage() is None
+        index = source.recipe.index if source.recipe is not None else 0
+        return _let_go(source, value, moved.geometry, fetch_op(moved, value, index))
 
     def _evict(self, source: Source) -> bool:
         """Turn a kept content into a dropped one; whether its memory is free now."""
         try:
             # Values in between live as long as the ops that read them; until those are there, we hold them.
-            between = [self._record(s) for s in _missing(source)]
+            between = [self._record(s) for s in missing_for(source)]
             value, op = self._record(source)
         except Gone:
             return False
         del between
-        storage: weakref[Any] | None = None
-        for reference in source.saved:
-            saved = reference()
-            if saved is not None and saved.tensor is not None:
-                storage = weakref(saved.tensor.untyped_storage())
-                saved.geometry = geometry_of(saved.tensor)
-                saved.value = value
-                saved.tensor = None
-        if value.tensor is not None:
-            storage = weakref(value.tensor.untyped_storage())
-        value.tensor = value.version = None
-        value.flags &= ~(OWNED | HELD)
-        value.geometry = source.geometry
-        value.op = op
-        return storage is not None and storage() is None
+        return _let_go(source, value, source.geometry, op)
 
     def rebuild(self, value: Value) -> bool:
         """Compute a value again from its recipe, in place of the way that it has; whether that can be done."""
@@ -303,7 +269,7 @@ class Eviction:
         if source is None or source.recipe is None:
             return False
         try:
-            between = [self._record(s) for s in _missing(source)]
+            between = [self._record(s) for s in missing_for(source)]
             _, op = self._record(source)
         except Gone:
             return False
@@ -367,7 +333,7 @@ class Eviction:
         if value is not None:
             return value
         tape = self._tape_with(source)
-        holder = _holder(source)
+        holder = holder_of(source)
         assert holder is not None
         if source.recipe is None and tape is not None:
             # While the step goes on, the tape must know who reads what the program may yet overwrite.
@@ -390,104 +356,11 @@ class Eviction:
 
     def _tape_with(self, source: Source) -> Sources | None:
         """The tape in whose running step the content was met, if it is still there."""
-        holder = _holder(source)
+        holder = holder_of(source)
         if holder is None:
             return None
         key = weakref(holder.untyped_storage())
         return next((tape for tape in self._tapes if tape.sources.get(key) is source), None)
-
-
-def _missing(source: Source) -> list[Source]:
-    """What has to be computed before ``source`` can be, in order.
-
-    Raises:
-        Gone: it cannot be.
-    """
-    found: list[Source] = []
-    seen: set[int] = set()
-    todo = [source]
-    while todo:
-        recipe: Recipe = todo.pop().recipe  # type: ignore[assignment]  # only sources with one are put there
-        for s in _inputs(recipe):
-            if id(s) in seen:
-                continue
-            seen.add(id(s))
-            if _is_there(s):
-                continue
-            if s.recipe is None:
-                raise Gone
-            found.append(s)
-            todo.append(s)
-    found.sort(key=lambda s: s.recipe.index)  # type: ignore[union-attr]  # all of these have one
-    return found
-
-
-def _inputs(recipe: Recipe) -> Iterable[Source]:
-    stack = [*recipe.args, *(recipe.extra[0].values() if recipe.extra is not None else ())]
-    while stack:
-        a = stack.pop()
-        if a.__class__ is tuple:
-            yield a[0]
-        elif a.__class__ is list:
-            stack += a
-
-
-def _is_there(source: Source) -> bool:
-    """Whether a content is held by somebody, or has a record.
-
-    Raises:
-        Gone: it was changed where nobody could see it.
-    """
-    value = source.value() if source.value is not None else None
-    if value is None:
-        return _holder(source) is not None
-    if value.tensor is None:
-        if value.op is None:
-            raise Gone
-    elif value.version is not None and value.tensor._version != value.version:
-        raise Gone
-    return True
-
-
-def _holder(source: Source) -> Tensor | None:
-    """A tensor with the content that somebody other than a value holds."""
-    if source.lost:
-        return None
-    for reference in source.saved:
-        saved = reference()
-        if saved is not None and saved.tensor is not None and saved.tensor._version == saved.version:
-            return saved.tensor
-    tensor = source.parameter
-    if tensor is None and source.tensor is not None:
-        tensor = source.tensor()
-    if tensor is None or id(tensor.untyped_storage()) != source.anchor:
-        return None
-    return tensor if source.version is None or tensor._version == source.version else None
-
-
-def _evictable_bytes(source: Source) -> int:
-    """Bytes that would be free without the tape's holders of a content; 0 if others hold it, or it was changed."""
-    tensors: list[Tensor] = []
-    for reference in source.saved:
-        saved = reference()
-        if saved is not None and saved.tensor is not None:
-            if saved.tensor._version != saved.version:
-                return 0
-            tensors.append(saved.tensor)
-    value = source.value() if source.value is not None else None
-    if value is not None and value.tensor is not None:
-        if value.version is not None and value.tensor._version != value.version:
-            return 0
-        tensors.append(value.tensor)
-    if not tensors:
-        return 0
-    storage = tensors[0].untyped_storage()
-    # One reference is the storage's Python object's, the others are tensors'.
-    if _use_count(storage._cdata) - 1 > len(tensors):
-        return 0
-    if any(sys.getrefcount(tensor) > _ONLY_HOLDER for tensor in tensors):
-        return 0
-    return storage.nbytes()
 
 
 def _is_intact(op: Op) -> bool:
@@ -496,3 +369,22 @@ def _is_intact(op: Op) -> bool:
     if extra is None or extra[1] is None or extra[1].form != "write" or op.args[0].__class__ is not tuple:
         return True
     return op.args[0][0].tensor is not None
+
+
+def _let_go(source: Source, value: Value, geometry: Geometry | None, op: Op) -> bool:
+    """Have a content's holders ask ``op`` for it from now on; whether its memory is free now."""
+    storage: weakref[Any] | None = None
+    for reference in source.saved:
+        saved = reference()
+        if saved is not None and saved.tensor is not None:
+            storage = weakref(saved.tensor.untyped_storage())
+            saved.geometry = geometry_of(saved.tensor)
+            saved.value = value
+            saved.tensor = None
+    if value.tensor is not None:
+        storage = weakref(value.tensor.untyped_storage())
+    value.tensor = value.version = None
+    value.flags &= ~(OWNED | HELD)
+    value.geometry = geometry
+    value.op = op
+    return storage is not None and storage() is None

@@ -23,6 +23,8 @@ _STRIDED = torch.strided
 _NoModes = torch._C._DisableTorchDispatch
 # Not what is uninitialised: autograd may save it before an op fills it (the noise of rrelu), or foreign code does.
 _ORDINARY = frozenset({"pure", "write"})
+# What they write may be still to come when they have returned.
+_COLLECTIVES = ("c10d.", "_c10d_functional.", "_c10d_functional_autograd.")
 
 
 class Leaving(Sources):
@@ -37,6 +39,7 @@ class Leaving(Sources):
         super().__init__()
         self.mover: Mover | None = None
         self.borders = False
+        self._may: dict[int, bool] = {}  # by an overload's id, which lives as long as the process
         self._forget_leaving = forgetter(self.leaving)
 
     def clear(self) -> None:
@@ -46,7 +49,11 @@ class Leaving(Sources):
 
     def may_leave(self, func: Any, out: Any) -> None:
         """What an op has made may leave, unless it is a view."""
-        if rule_for(func).form not in _ORDINARY:
+        may = self._may.get(id(func))
+        if may is None:
+            rule = rule_for(func)
+            may = self._may[id(func)] = rule.form in _ORDINARY and not rule.name.startswith(_COLLECTIVES)
+        if not may:
             return
         leaving = self.leaving
         for o in out if isinstance(out, (tuple, list)) else (out,):

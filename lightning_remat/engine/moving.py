@@ -31,17 +31,10 @@ class MovingTape(Tape):  # type: ignore[no-untyped-call]  # torch's __init_subcl
         return out
 
 
-class MovingLedgerTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
+class MovingLedgerTape(MovingTape, LedgerTape):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
     """The same, for a first step: it keeps a ledger of everything it sees."""
 
     def __init__(self, clock: Clock, ledger: Ledger, mover: Mover) -> None:
-        super().__init__(clock, ledger)
+        LedgerTape.__init__(self, clock, ledger)
         self.mover = mover
         self.borders = True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one op as the plain tape does; note what it has made, and book it."""
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        if not self.paused:
-            self.may_leave(func, out)
-        return out

@@ -29,13 +29,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from lightning_remat.planning.simulator import (
-    _ABSENT,
-    _GONE,
-    _THERE,
-    Simulation,
-    Simulator,
-)
+from lightning_remat.planning.simulator import _ABSENT, _GONE, _THERE, Simulation, Simulator
 from lightning_remat.planning.trace import FREE, NEED, OTHER, RELEASE, RUN, SAVE, Event, Trace
 from lightning_remat.planning.transfer import Transfer
 
@@ -82,6 +76,7 @@ class MovingSimulator(Simulator):
         self.stored = 0  # bytes at the place
         self.left: list[int] = []
         self.asked: list[int] = []
+        self.fetched: list[int] = []  # those of them that were not in the window
         self.marks: list[_Mark] = []
         self.passed = 0.0  # seconds since the last mark
         self.run_seconds, self.need_seconds = pace or paces(trace)
@@ -105,19 +100,8 @@ class MovingSimulator(Simulator):
         moved = sum(self.trace.nbytes[v] for v in self.left)
         seconds = sum(ops[o].seconds for o in self.replayed) + clock.waited
         seconds += transfer.cpu_seconds_per_byte * (moved + clock.fetched)
-        return Simulation(
-            clock.peak,
-            clock.where,
-            seconds,
-            self.replayed,
-            clock.levels,
-            clock.tops,
-            clock.waited,
-            moved,
-            clock.fetched,
-            self.left,
-            self.asked,
-        )
+        found = (clock.peak, clock.where, seconds, self.replayed, clock.levels, clock.tops)
+        return Simulation(*found, clock.waited, moved, clock.fetched, self.left, self.asked)
 
     def play(self, events: Sequence[Event]) -> None:
         """Many events, as :meth:`step` does them; what mostly happens is written out here, since it takes most time."""
@@ -320,6 +304,7 @@ class MovingSimulator(Simulator):
             if self.inside:
                 self.pinned.add(v)
         else:
+            self.fetched.append(v)
             self.live += self.trace.nbytes[v]
             self._reach(self.live)
 
@@ -342,9 +327,8 @@ class _Clock:
         self.back: dict[int, float] = {}  # and back, for those whose read has begun
         self.away = set[int]()  # released, and nobody has asked yet
         self.ahead = 0  # bytes that are there and nobody has asked for yet
-        self.order = run.asked
+        self.order = run.fetched
         self.first = 0  # all before it in this order are back
-        self.resident = set(run.left)
 
     def run(self, levels: Sequence[int]) -> None:
         """Through all marks.

@@ -21,6 +21,7 @@ from lightning_remat.engine import (
     generators,
     leaving,
     ledger,
+    lineage,
     moving,
     plain,
     planned,
@@ -69,6 +70,7 @@ S = TypeVar("S", bound="Stepping")
 
 hide_from_compiler(
     eviction,
+    lineage,
     generators,
     leaving,
     ledger,

@@ -184,9 +184,9 @@ def test_every_op_of_replay_fails_once(name: str, make: Make) -> None:
 
 
 def eviction_bytes(eviction: Eviction) -> int:
-    from lightning_remat.engine.eviction import _evictable_bytes
+    from lightning_remat.engine.lineage import evictable_bytes
 
-    return sum(_evictable_bytes(s) for r in eviction.known if (s := r()) is not None and s.recipe is not None)
+    return sum(evictable_bytes(s) for r in eviction.known if (s := r()) is not None and s.recipe is not None)
 
 
 # ---------------------------------------------------------------------- what is evicted

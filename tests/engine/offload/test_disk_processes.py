@@ -107,7 +107,8 @@ def test_the_interpreter_ends(tmp_path):
 
 def test_a_process_that_was_not_forked_ends_in_the_middle_of_writing(tmp_path):
     """Its threads are not in the middle of PyTorch when Python ends them, which would abort it."""
-    with script(SLOW + "ready()\n", tmp_path) as process:
+    text = "held = place.take(torch.ones(64 << 20, dtype=torch.uint8))\nready()\n"
+    with script(text, tmp_path) as process:
         out, error = process.communicate(timeout=120)
     assert (process.returncode, out, error) == (0, "ready\n", "")
 

@@ -287,6 +287,7 @@ class Stepping:
         regions = self._binding.regions
         if self._needs_modules:
             tape.decide = self._decide
+            stack.callback(setattr, tape, "decide", writes.always)  # or the tape would keep its engine alive
         if not isinstance(tape, PlannedTape):
             stack.callback(regions.remove)
             regions.install(tape)

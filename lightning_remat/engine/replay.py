@@ -192,9 +192,6 @@ def _call(op: Op, extra: Extra) -> Any:
 
 def _run_write(op: Op, extra: Extra) -> None:
     """Replay an in-place op on memory that the replay owns: taken over from the old value, or a copy of it."""
-    written = op.outs[0][1]()
-    if written is not None and written.tensor is not None:
-        return  # done already, when something that could not be fetched was computed again; the old content is gone
     first = op.args[0]
     if first.__class__ is Blank:
         base = target = first.allocate()

@@ -5,6 +5,9 @@ import errno
 import os
 import pickle
 import shutil
+import sys
+import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +21,9 @@ from lightning_remat import ConfigurationError, Offload, OffloadError, Remat, Re
 from lightning_remat.engine.offload import directory as directories
 from lightning_remat.engine.offload.disk import DiskPlace
 from tests.helpers.bits import difference_in_bits, random_streams
-from tests.helpers.disk import BROKEN, FULL, Held, broken, damage_all, small_disk
+from tests.helpers.disk import BROKEN, FULL, Held, broken, damage_all, small_disk, threads, wait_for_threads
+from tests.helpers.forks import in_fork
+from tests.helpers.memory import live_objects, live_records, no_collector
 from tests.helpers.seed import seed_everything
 from tests.helpers.training import Net
 
@@ -253,6 +258,20 @@ def test_what_can_be_computed_again_is(tmp_path: Path, engines: Any, policy: Any
     assert remat.counters.bytes_in > 0
 
 
+def test_a_long_chain_is_computed_again(tmp_path: Path, engines: Any) -> None:
+    """From the first batch on: all that was written is lost, in a model that is deeper than calls may be."""
+
+    def make() -> nn.Module:
+        return Smooth(width=4, depth=400)
+
+    plain = plainly(make, 2)
+    remat = engines("offload_only", offload=everything(tmp_path))
+    training = Training(make, remat)
+    (text,) = recorded(lambda: [training.step(lambda: damage_all(place_of(remat))) for _ in range(2)])
+    assert "It was computed again instead" in text
+    assert difference_in_bits(plain, training.left) == []
+
+
 def test_what_cannot_be_computed_again_is_an_error_in_a_plain_loop(tmp_path: Path, engines: Any) -> None:
     """It says what to do; after that, training goes on."""
     remat = engines("offload_only", offload=everything(tmp_path))
@@ -370,14 +389,12 @@ class Twice(nn.Module):
         h = self.linear(x)
         h = h.mul(2).sin_().mul_(0.5)
         kept = torch.matmul(h, self.linear.weight)
-        return (h.exp() * kept).sin() * kept.cos()
+        return (h * h.exp()).cos() + (h.exp() * kept).sin() * kept.cos()
 
 
 @pytest.mark.parametrize("kept", ["mm", "mm addmm", "mul sin_", "exp mm", "sin cos mm"])
-def test_writes_are_run_once_though_two_chains_of_recomputation_need_them(
-    tmp_path: Path, engines: Any, kept: str
-) -> None:
-    """One goes on where the other has failed to fetch something."""
+def test_writes_are_run_once_though_two_chains_need_them(tmp_path: Path, engines: Any, kept: str) -> None:
+    """What is fetched comes after all that its recipe needs, so that one chain goes on where the other has failed."""
 
     def policy(op: Any) -> str:
         return "keep" if op.name.split(".")[1] in kept.split() else "recompute"
@@ -500,3 +517,224 @@ def test_a_model_on_the_cpu_has_nothing_to_move_to_host_memory(monkeypatch: pyte
     for _ in range(2):
         with pytest.raises(ConfigurationError, match=r'offload="cpu" makes no sense here.*use offload="disk"'):
             Training(Smooth, remat).step()
+
+
+# ---- nothing stays ----
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+class Leaks:
+    """What may not grow from step to step."""
+
+    def __init__(self, remat: Remat) -> None:
+        self.remat = remat
+
+    def count(self) -> dict[str, int]:
+        assert self.remat.offloading is not None
+        mover = self.remat.offloading.mover
+        assert mover is not None
+        place = place_of(self.remat)
+        depot = place._depot
+        assert depot is not None
+        idle = threading.Barrier(place.workers + 1)
+        for _ in range(place.workers):  # what runs has ended when all threads are here
+            depot._crew.put(idle.wait)
+        idle.wait(60)
+        return {
+            "descriptors": descriptors(),
+            "threads": threading.active_count(),
+            "used": place.used_bytes,
+            "resident": mover.resident_bytes,
+            "window": len([1 for reference in mover._window if reference() is not None]),
+            "outstanding": mover._outstanding,
+            "chunks": sum(queue.qsize() for queue in depot._chunks.values()),
+            "file": depot._extents.end,
+            "known": sum(reference() is not None for reference in mover_sources(self.remat)),
+            "lists": len(mover._asked) + len(mover._learned) + len(mover._numbered),
+            "notes": len(self.remat.counters.notes),
+        }
+
+
+def mover_sources(remat: Remat) -> list[Any]:
+    assert remat.offloading is not None
+    return remat.offloading.eviction.known
+
+
+def usual(training: Training) -> None:
+    training.step()
+
+
+def forward_only(training: Training) -> None:
+    training.step()
+    assert training.remat is not None
+    with training.remat:
+        training.model(training.batches[0])
+
+
+class Stop(Exception):
+    pass
+
+
+def fails_in_forward(training: Training) -> None:
+    training.step()
+
+    def fail(*args: Any) -> None:
+        raise Stop
+
+    with training.model[1].register_forward_hook(fail), pytest.raises(Stop):  # type: ignore[index, operator]  # blocks
+        training.step()
+
+
+def fails_in_backward(training: Training) -> None:
+    training.step()
+
+    def fail(gradient: Tensor) -> Tensor:
+        raise Stop
+
+    def halfway(module: nn.Module, args: Any, out: Tensor) -> None:
+        out.register_hook(fail)
+
+    with training.model[1].register_forward_hook(halfway), pytest.raises(Stop):  # type: ignore[index, operator]  # blocks
+        training.step()
+
+
+def validates(training: Training) -> None:
+    training.step()
+    with torch.no_grad():
+        training.model(training.batches[1])
+
+
+def loses_something(training: Training) -> None:
+    assert training.remat is not None
+    training.step()
+    remat = training.remat
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        training.step(lambda: damage_all(place_of(remat)))
+
+
+def closes(training: Training) -> None:
+    assert training.remat is not None
+    training.remat.close()
+    training.step()
+
+
+WAYS = [usual, forward_only, fails_in_forward, fails_in_backward, validates, loses_something, closes]
+
+
+@pytest.mark.parametrize(
+    ("way", "steps"),
+    [*[(way, 60) for way in WAYS], (usual, 300), pytest.param(usual, 10_000, marks=pytest.mark.slow)],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+@pytest.mark.parametrize("policy", ["offload_only", "full"])
+def test_nothing_grows(tmp_path: Path, engines: Any, policy: str, way: Callable[[Training], None], steps: int) -> None:
+    """Without the garbage collector: descriptors, threads, buffers, bytes at the place and on the way, objects."""
+    with no_collector():
+        remat = engines(policy, offload=everything(tmp_path), retries=0)
+        training = Training(Smooth, remat)
+        training.losses = Forgetful(training.losses)
+        leaks = Leaks(remat)
+        for _ in range(5):
+            way(training)
+        live_objects()
+        before, records, objects = leaks.count(), live_records(), live_objects()
+        for _ in range(steps):
+            way(training)
+        after, records_after, objects_after = leaks.count(), live_records(), live_objects()
+        if way is closes:
+            wait_for_threads_but(2)
+            after = leaks.count()
+    assert after == before
+    assert (before["used"], before["resident"], before["outstanding"]) == (0, 0, 0)
+    assert records_after == records
+    assert not records_after
+    objects_after.subtract(objects)
+    assert {name: n for name, n in objects_after.items() if n >= steps // 2} == {}
+
+
+class Forgetful(list[Tensor]):
+    """Of many losses only the number counts."""
+
+    def append(self, loss: Tensor) -> None:
+        super().append(torch.zeros(()) if not self else self[0])
+
+
+def wait_for_threads_but(count: int) -> None:
+    while len(threads()) > count:
+        for thread in threads()[:-count]:
+            thread.join(10)
+
+
+@pytest.mark.parametrize("policy", ["offload_only", "full", lambda op: "keep"], ids=["only", "full", "function"])
+def test_an_engine_that_is_not_closed(tmp_path: Path, policy: Any) -> None:
+    """It goes with its last reference, and its file and threads with it; not before backward has run."""
+    with no_collector():
+        plain = plainly(Smooth, 1)
+        before = descriptors()
+        training = Training(Smooth, Remat(policy, offload=everything(tmp_path), blocks=nn.Sequential))
+        loss = torch.zeros(())
+
+        def forget() -> None:
+            training.remat = None
+
+        training.step(forget)
+        del loss
+        assert difference_in_bits(plain, training.left) == []
+        wait_for_threads()
+        assert threads() == []
+        assert descriptors() == before
+
+
+# ---- forks ----
+
+
+def test_a_fork_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    """The child ends as any other, whether it lets go of the step or goes on with it; the parent notices nothing."""
+
+    def parent() -> list[str]:
+        torch.set_num_threads(1)
+        plain = plainly(Net, 4)
+        remat = Remat("offload_only", offload=everything(tmp_path))
+        training = Training(Net, remat)
+        children: list[Callable[[], object]] = [lambda: None, remat.close, lambda: goes_on(remat), sys.exit]
+        codes = []
+        for child in children:
+            training.step(lambda child=child: codes.append(forked(child)))
+        remat.close()
+        assert codes == [0, 0, 0, 0]
+        assert remat.counters.offload_failures == 0
+        return difference_in_bits(plain, training.left)
+
+    ended = in_fork(parent)
+    assert ended.error is None
+    assert ended.value == []
+
+
+def goes_on(remat: Remat) -> None:
+    """Training under the parent's engine, with a file of its own."""
+    plain, training = plainly(Smooth, 2), Training(Smooth, remat)
+    for _ in range(2):
+        training.step()
+    assert difference_in_bits(plain, training.left) == []
+
+
+def forked(job: Callable[[], object]) -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # that forks and threads do not go together: from 3.12 on
+        child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            job()
+            code = 0
+        except SystemExit:
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -128,6 +128,8 @@ class Stepping:
         self.guarded = False
         if self._settings.plan_path is not None:
             self._options["policy"] = os.path.abspath(self._settings.plan_path)  # for a copy in another folder
+        if offload is not None:
+            self._options["offload"] = offload  # likewise: its directory is absolute
         self._policy = self._settings.policy
         self._blocks_option = options["blocks"]
         self._kept_ops: set[str] = set()
@@ -225,6 +227,15 @@ class Stepping:
         tapes = [self._tape, self._moving_tape, self._pilot.tape if self._pilot is not None else None]
         self._readiness.begin([tape for tape in tapes if tape is not None])
 
+    def check_place(self) -> None:
+        """See whether what is kept can leave the device that the model is on; to be called when it is there.
+
+        Raises:
+            ConfigurationError: it cannot, or it would free nothing.
+        """
+        if self.offloading is not None:
+            self.offloading.check(device_of(self._binding.roots))
+
     def _pressed(self, nbytes: int) -> None:
         if self._pilot is not None:
             self._pilot.pressure(nbytes)
@@ -289,6 +300,7 @@ class Stepping:
         regions = self._binding.regions
         if self._needs_modules:
             tape.decide = self._decide
+            stack.callback(setattr, tape, "decide", writes.always)  # or the tape would keep its engine alive
         if not isinstance(tape, PlannedTape):
             stack.callback(regions.remove)
             regions.install(tape)

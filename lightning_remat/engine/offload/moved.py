@@ -23,6 +23,12 @@ from lightning_remat.errors import MODIFIED, OffloadError
 if TYPE_CHECKING:
     from lightning_remat.engine.offload.mover import Mover
 
+_LOST = (
+    "Nor can it be computed again: what random and in-place operations have made cannot, nor what was made from what "
+    "is gone. The gradients of this step are incomplete, so clear them and run the batch again; Remat.attempt, "
+    "RematStrategy and RematCallback undo such a step and run it again without offload."
+)
+
 
 class Moved:
     """One content.
@@ -137,18 +143,26 @@ def bring_back(op: Op) -> None:
     Raises:
         RuntimeError, OffloadError: see :meth:`Moved.fetch`; where its recipe is known, it is computed again instead.
     """
+    try:
+        fetch(op)
+    except OffloadError as error:
+        value: Value | None = op.outs[0][1]()
+        if value is not None and not op.func.mover.recompute(value, error):
+            raise OffloadError(f"{error} {_LOST}") from error
+
+
+def fetch(op: Op) -> None:
+    """The same, and nothing is computed again.
+
+    Raises:
+        RuntimeError, OffloadError: see :meth:`Moved.fetch`.
+    """
     moved: Moved = op.func
     value: Value | None = op.outs[0][1]()
     if value is None or value.tensor is not None:
         return
-    mover = moved.mover
-    mover.fetched(moved)
-    try:
-        tensor, owned = moved.fetch()
-    except OffloadError as error:
-        if not mover.recompute(value, error):
-            raise
-        return
+    moved.mover.fetched(moved)
+    tensor, owned = moved.fetch()
     value.tensor = tensor
     value.geometry = moved.geometry
     if owned:

@@ -107,6 +107,8 @@ class Writes(Leaving):
         try:
             rng = recorded_state(rule, args, kwargs) if rule.random else None
             if fills:
+                if target.is_complex():
+                    self.bits = True  # there may be lazy views from before the step
                 blank = Blank((target.size(), target.stride(), target.dtype, target.device))
                 op.args = [blank, *self._arguments(args[1:], needs)]
             else:

@@ -16,6 +16,7 @@ from weakref import WeakMethod
 import torch
 from torch import nn
 
+from lightning_remat import sizes
 from lightning_remat.engine import (
     eviction,
     generators,
@@ -39,7 +40,22 @@ from lightning_remat.engine import (
 )
 from lightning_remat.engine.ledger import Ledger, LedgerTape, ModuleStack
 from lightning_remat.engine.moving import MovingLedgerTape, MovingTape
-from lightning_remat.engine.offload import disk, host, moved, mover
+from lightning_remat.engine.offload import (
+    buffers,
+    crew,
+    depot,
+    directory,
+    disk,
+    extents,
+    file,
+    gpu_direct,
+    host,
+    moved,
+    mover,
+    pinned,
+    streams,
+    transfer,
+)
 from lightning_remat.engine.offload.mover import Mover
 from lightning_remat.engine.opaque import hide_from_compiler
 from lightning_remat.engine.plain import backward_outside
@@ -50,7 +66,7 @@ from lightning_remat.engine.rules import Rule
 from lightning_remat.engine.tape import Tape
 from lightning_remat.engine.transforms import transforms_allowed
 from lightning_remat.engine.verify import Verifier
-from lightning_remat.runtime import measuring, memory, static, tracer, tracing
+from lightning_remat.runtime import measuring, memory, saying, static, tracer, tracing
 from lightning_remat.runtime.binding import Binding
 from lightning_remat.runtime.counters import Counters
 from lightning_remat.runtime.discovery import Discovery
@@ -89,7 +105,24 @@ hide_from_compiler(
     verify,
     writes,
 )
-hide_from_compiler(disk, host, moved, mover)
+hide_from_compiler(
+    buffers,
+    crew,
+    depot,
+    directory,
+    disk,
+    extents,
+    file,
+    gpu_direct,
+    host,
+    moved,
+    mover,
+    pinned,
+    streams,
+    transfer,
+    sizes,
+    saying,
+)
 # A step that is traced, planned or measured runs these inside of what may be compiled.
 hide_from_compiler(
     choosing, fallback, from_file, known, measuring, memory, pilot, relief, resting, static, tracer, tracing

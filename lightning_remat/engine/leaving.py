@@ -83,6 +83,7 @@ class Leaving(Sources):
         value.flags = 0
         value.tensor = value.version = None
         value.geometry = moved.geometry
+        self.count += 1  # a place of its own in the order: so that what memory replays take can be foreseen
         value.op = fetch_op(moved, value, self.count)
         self.dropped[weakref(storage, self._forget_dropped)] = value
         if self.eviction is not None:

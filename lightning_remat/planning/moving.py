@@ -10,8 +10,11 @@ comes on top:
 - Asked for while it is in the window, it is what it was. Else it is fetched: new memory, and a wait for the read.
 - After each request of backward, the contents that will be asked for next are fetched *ahead*, as long as what is there
   ahead of its time stays below a limit, or nothing is.
-- A content that nobody needs any more leaves the window, and the place, at once.
+- A content that nobody needs any more leaves the window, and the place: at once, or in the course of the step, where
+  the tape finds it by its storage, when the window lets go of it, and at the latest when the step is left.
 - What is written over a content that is in the window waits for its transfer.
+- An op that is recorded runs first, with all the memory that it takes; then what it reads leaves. Only a write has its
+  arguments noted before.
 
 Which bytes are where depends on none of the speeds. So the memory of a plan is found first, with a list of the moments
 that matter to transfers; then :class:`_Clock` goes over this list, fetches ahead, and counts the waits. Bytes that are
@@ -62,6 +65,12 @@ class MovingSimulator(Simulator):
         self.moved = [False] * len(trace.nbytes)  # has left, whatever has become of it since
         self.may = [False] * len(trace.nbytes)  # leaves once something holds it
         self.resident = [False] * len(trace.nbytes)
+        self.pinned = set[
+            int
+        ]()  # asked for while they were in the window, and in the tape's table until the step's end
+        self.order: dict[int, int] = {}  # when an op was recorded, or (~v) a content left
+        self.sunk = 0  # bytes that were let go of when the last op had run, and were there while it did
+        self.sunk_at = -1  # the event that may say how much that op took
         self.window: deque[int] = deque()  # with some that are not resident any more
         self.windowed = 0  # bytes that are
         self.stored = 0  # bytes at the place
@@ -97,7 +106,7 @@ class MovingSimulator(Simulator):
     def play(self, events: Sequence[Event]) -> None:
         """Many events, as :meth:`step` does them; what mostly happens is written out here, since it takes most time."""
         state, saved, read, held, slot = self.state, self.saved, self.read, self.held, self.slot
-        nbytes, dropped, may = self.trace.nbytes, self.dropped, self.may
+        nbytes, dropped, may, pinned = self.trace.nbytes, self.dropped, self.may, self.pinned
         for now, (kind, a, b) in enumerate(events):
             if kind == SAVE:
                 slot[a] = b
@@ -121,13 +130,15 @@ class MovingSimulator(Simulator):
                     slot[a] = -1
                     saved[value] -= 1
                     if not (saved[value] or read[value]):
-                        if state[value] == _THERE and not held[value]:
+                        if state[value] == _THERE and not held[value] and value not in pinned:
                             state[value] = _GONE
                             self.live -= nbytes[value]
                         else:
                             self._settle(value)
             elif kind == OTHER:
                 level = self.live + a
+                if now == self.sunk_at:
+                    level += self.sunk
                 if level > self.peak:
                     self.peak = level
                     self.where = now
@@ -143,6 +154,8 @@ class MovingSimulator(Simulator):
             super().step(kind, a, b)
             self._mark(_AFTER, -1)
             self.passed += self.need_seconds.get(self.now, 0.0)
+        elif kind == OTHER:
+            super().step(kind, a + self.sunk if self.now == self.sunk_at else a, b)
         else:
             super().step(kind, a, b)
             if kind == SAVE and self.may[b]:
@@ -157,22 +170,34 @@ class MovingSimulator(Simulator):
 
     def _forward(self, o: int) -> None:
         op = self.trace.ops[o]
-        if op.writes >= 0 and self.resident[op.writes]:
-            self._mark(_RELEASED, op.writes)
-            self._out_of_window(op.writes)
-        if op.writes >= 0:
-            self.may[op.writes] = False
-        super()._forward(o)
+        old = op.writes
+        if old >= 0:
+            self.may[old] = False
+            if op.droppable and self.drop[o] and self.dropped[old]:
+                self._leave_all(op.inputs)
+            if self.resident[old]:
+                self._mark(_RELEASED, old)
+                self._out_of_window(old)
         self.passed += self.run_seconds[o]
+        super()._forward(o)
         if self.move[o] and not (op.droppable and self.drop[o]):
             for v in op.outputs:
                 self.may[v] = not self.dropped[v]
 
     def _note(self, o: int) -> None:
-        for u in self.trace.ops[o].inputs:
-            if self.may[u]:
-                self._leave(u)
+        op = self.trace.ops[o]
+        if op.writes < 0:
+            self._reach(self.live)
+            before = self.live
+            self._leave_all(op.inputs)
+            self.sunk, self.sunk_at = before - self.live, self.now + 1
+        self.order[o] = len(self.order)
         super()._note(o)
+
+    def _leave_all(self, values: Sequence[int]) -> None:
+        for v in values:
+            if self.may[v]:
+                self._leave(v)
 
     def _leave(self, v: int) -> None:
         self.may[v] = False
@@ -185,6 +210,7 @@ class MovingSimulator(Simulator):
         self.dropped[v] = self.moved[v] = self.resident[v] = True
         self.state[v] = _ABSENT
         self.left.append(v)
+        self.order[~v] = len(self.order)
         self.window.append(v)
         self.windowed += n
         self._mark(_LEFT, v)
@@ -195,10 +221,19 @@ class MovingSimulator(Simulator):
                 self._out_of_window(oldest)
                 if not self.held[oldest]:
                     self.live -= self.trace.nbytes[oldest]
+                    self._settle(oldest)
 
     def _out_of_window(self, v: int) -> None:
         self.resident[v] = False
         self.windowed -= self.trace.nbytes[v]
+
+    def _exit(self) -> None:
+        super()._exit()
+        for v in (*self.left, *self.pinned):
+            self._settle(v)
+
+    def _shown(self, v: int) -> bool:
+        return super()._shown(v) or (self.inside and (self.resident[v] or v in self.pinned))
 
     def _let_go(self, v: int) -> None:
         """The program drops its last reference to a storage."""
@@ -244,16 +279,16 @@ class MovingSimulator(Simulator):
             for u in ops[stack.pop()].inputs:
                 if state[u] == _ABSENT:
                     if moved[u]:
-                        fetched.add(u)
+                        fetched.add(~u)
                     elif makers[u] not in found:
                         found.add(makers[u])
                         stack.append(makers[u])
-        for o, v in sorted([(o, -1) for o in found] + [(makers[u], u) for u in fetched]):
-            if v >= 0:
-                self._fetch(v)
+        for entry in sorted(found | fetched, key=self.order.__getitem__):
+            if entry < 0:
+                self._fetch(~entry)
             else:
-                self._replay(o)
-                self.passed += ops[o].seconds
+                self._replay(entry)
+                self.passed += ops[entry].seconds
         self.replayed += found
         self.when.update(dict.fromkeys(found, self.now))
 
@@ -266,6 +301,8 @@ class MovingSimulator(Simulator):
             # As it was: the program's tensor and this one are the same again.
             self._out_of_window(v)
             self.dropped[v] = self.moved[v] = False
+            if self.inside:
+                self.pinned.add(v)
         else:
             self.fetched.append(v)
             self.live += self.trace.nbytes[v]

@@ -89,8 +89,8 @@ def test_window_is_first_in_first_out() -> None:
     """A window of 20 holds the last two; what is in it when it is asked for was never away."""
     trace = chain(10, 10, 10, 10)
     found = run(trace, "1111", replace(AT_ONCE, window_bytes=20))
-    # After each op: 10; 20; the third pushes the first out, which the program no longer holds; the same again.
-    assert found.levels[:13] == [10, 10, 20, 20, 20, 20, 20, 20, 20, 20, 20, 20, 20]
+    # Each leaves when it is saved. The third pushes the first out, which the program no longer holds; the same again.
+    assert found.levels[:13] == [10, 10, 20, 20, 20, 30, 20, 20, 30, 20, 20, 20, 20]
     # The last as it is, and one ahead (the second, 10).
     assert found.levels[13] == 30
     assert found.fetched_bytes == 20
@@ -102,18 +102,22 @@ def test_held_and_in_the_window_counts_once() -> None:
     """A content that the program still holds is pushed out for nothing until it lets go."""
     out = Writer()
     (a,) = out.run("a", (), [10])
-    slot = out.save(a)
+    first = out.save(a)
     (b,) = out.run("b", (a,), [10])
+    second = out.save(b)
     out.free(b)
     out.free(a)
     out.trace.events.append((EXIT, 0, 0))
-    out.need(slot)
-    out.release(slot)
+    for slot in (second, first):
+        out.need(slot)
+        out.release(slot)
     check(out.trace)
-    # RUN a, SAVE, RUN b (pushes a out: still held), FREE b (nobody needs it: dies), FREE a, EXIT, NEED, RELEASE
-    assert run(out.trace, "11", replace(AT_ONCE, window_bytes=10)).levels == [10, 10, 20, 10, 0, 0, 10, 0]
+    one = replace(AT_ONCE, window_bytes=10)
+    # RUN a, SAVE, RUN b, SAVE (pushes a out: still held), FREE b (in the window), FREE a (gone), EXIT; then b is asked
+    # for, and a comes ahead.
+    assert run(out.trace, "11", one).levels == [10, 10, 20, 20, 20, 10, 10, 20, 10, 10, 0]
     # b stays, a is in the window all the time.
-    assert run(out.trace, "10", replace(AT_ONCE, window_bytes=10)).levels == [10, 10, 20, 10, 10, 10, 10, 0]
+    assert run(out.trace, "10", one).levels == [10, 10, 20, 20, 20, 20, 20, 20, 10, 10, 0]
 
 
 def test_larger_than_the_window_is_released_at_once() -> None:
@@ -136,7 +140,7 @@ def test_asked_for_while_the_program_holds_it() -> None:
     assert run(out.trace, "1").levels == [10, 10, 10, 20, 10, 0]
 
 
-def test_what_dies_leaves_the_window_at_once() -> None:
+def test_what_nobody_holds_does_not_leave() -> None:
     out = Writer()
     (a,) = out.run("a", (), [10])
     out.free(a)
@@ -146,10 +150,81 @@ def test_what_dies_leaves_the_window_at_once() -> None:
     out.trace.events.append((EXIT, 0, 0))
     out.need(slot)
     check(out.trace)
-    # 10 for b would not fit beside a.
     found = run(out.trace, "11", replace(AT_ONCE, window_bytes=10))
     assert found.levels == [10, 0, 10, 10, 10, 10, 10]
-    assert (found.moved_bytes, found.fetched_bytes) == (20, 0)
+    assert found.left == [b]
+    assert (found.moved_bytes, found.fetched_bytes) == (10, 0)
+
+
+def test_what_is_read_by_what_is_dropped_leaves_when_that_has_run() -> None:
+    """Its memory goes after the op, which takes 7 bytes more while it runs, and not before."""
+    out = Writer()
+    (a,) = out.run("a", (), [10])
+    (b,) = out.run("b", (a,), [5], seconds=3)
+    out.other(7, 0)
+    slot = out.save(b)
+    out.free(a)
+    (c,) = out.run("c", (b,), [5])
+    out.other(7, 0)
+    out.free(b)
+    out.free(c)
+    out.trace.events.append((EXIT, 0, 0))
+    out.need(slot)
+    out.release(slot)
+    check(out.trace)
+    found = run(out.trace, "1", drop="010")
+    # RUN a; RUN b (a leaves, still held); OTHER; SAVE; FREE a; RUN c; OTHER; FREE b; FREE c; EXIT; NEED; RELEASE
+    assert found.levels == [10, 15, 15, 15, 5, 10, 10, 5, 0, 0, 5, 0]
+    assert found.tops[2] == 22
+    assert found.tops[10] == 15  # what has come back, and what is made of it
+    assert (found.left, found.asked, found.replayed) == ([a], [a], [1])
+
+
+def test_pushed_out_after_the_op_that_pushes() -> None:
+    """The content that goes since another leaves is there while the op runs that holds the other."""
+    out = Writer()
+    (a,) = out.run("a", (), [10])
+    first = out.save(a)
+    out.free(a)
+    (b,) = out.run("b", (), [10])
+    (c,) = out.run("c", (b,), [5])
+    out.other(7, 0)
+    second = out.save(c)
+    out.free(b)
+    out.free(c)
+    out.trace.events.append((EXIT, 0, 0))
+    for slot in (second, first):
+        out.need(slot)
+        out.release(slot)
+    check(out.trace)
+    found = run(out.trace, "11", replace(AT_ONCE, window_bytes=10), drop="001")
+    # RUN a, SAVE, FREE (in the window), RUN b, RUN c: a goes when b leaves, and was there while c ran: 25, and 7 more.
+    assert found.levels[:6] == [10, 10, 10, 20, 15, 15]
+    assert (found.tops[4], found.tops[5]) == (25, 32)
+    assert found.peak == 32
+
+
+def test_what_dies_within_the_step_goes_with_the_window() -> None:
+    """There the tape finds it by its storage, which the window holds; once the step is left it goes at once."""
+    out = Writer()
+    (a,) = out.run("a", (), [10])
+    first = out.save(a)
+    out.free(a)
+    out.release(first)
+    (b,) = out.run("b", (), [10])
+    second = out.save(b)
+    out.free(b)
+    (c,) = out.run("c", (), [10])
+    third = out.save(c)
+    out.free(c)
+    out.release(third)
+    out.trace.events.append((EXIT, 0, 0))
+    out.release(second)
+    check(out.trace)
+    # RUN a, SAVE, FREE, RELEASE (in the window), RUN b, SAVE (pushes a out), FREE, RUN c, SAVE (b is gone), FREE,
+    # RELEASE (in the window), EXIT, RELEASE
+    found = run(out.trace, "111", replace(AT_ONCE, window_bytes=10))
+    assert found.levels == [10, 10, 10, 10, 20, 10, 10, 20, 10, 10, 10, 0, 0]
 
 
 def test_ahead_is_bounded() -> None:
@@ -179,7 +254,7 @@ def test_full_place_takes_nothing() -> None:
 
 
 def test_written_in_place() -> None:
-    """The old content's transfer is over before it is written over; the new one leaves in its turn."""
+    """What is written over before anything holds it does not leave; the new content does."""
     out = Writer()
     (a,) = out.run("a", (), [10])
     (b,) = out.run("write", (a,), writes=a)
@@ -193,13 +268,39 @@ def test_written_in_place() -> None:
     check(out.trace)
     slow = replace(AT_ONCE, out_bytes_per_second=2.0, window_bytes=20)
     found = run(out.trace, "110", slow)
-    # a leaves at 1 and is out at 6, but nothing is written before that: 5 s of waiting, all of it for a dead content.
-    assert found.left == [0, 1]
-    assert found.waited_seconds == 5
+    assert found.left == [b]
+    assert found.waited_seconds == 0
     assert found.levels == [10, 10, 20, 20, 20, 10, 10, 10, 0]
-    assert run(out.trace, "010", slow).waited_seconds == 0
     # Without a window: b is pushed out as it leaves, and gone when the program lets go.
-    assert run(out.trace, "010").levels == [10, 10, 20, 20, 10, 0, 0, 10, 0]
+    assert run(out.trace, "110").levels == [10, 10, 20, 20, 10, 0, 0, 10, 0]
+
+
+def test_written_over_on_its_way_out() -> None:
+    """A content's transfer is over before it is written over; the new one leaves in its turn."""
+    out = Writer()
+    (a,) = out.run("a", (), [10])
+    (r,) = out.run("r", (a,), [4])
+    first = out.save(r)
+    out.free(r)
+    (b,) = out.run("write", (a,), writes=a)
+    (c,) = out.run("c", (b,), [10])
+    second = out.save(b)
+    out.free(b)
+    out.free(c)
+    out.trace.events.append((EXIT, 0, 0))
+    for slot in (second, first):
+        out.need(slot)
+        out.release(slot)
+    check(out.trace)
+    slow = replace(AT_ONCE, out_bytes_per_second=2.0, window_bytes=20)
+    found = run(out.trace, "101", slow, drop="0100")
+    # a leaves at 2, when r has run, and is out at 7; the write waits for that.
+    assert (found.left, found.asked) == ([a, b], [b, a])
+    assert found.waited_seconds == 5
+    # RUN a, RUN r, SAVE, FREE r, RUN write (in a's place), RUN c, SAVE (b leaves), FREE b (in the window), FREE c,
+    # EXIT, NEED b (and a comes ahead), RELEASE, NEED r (made of a, which goes), RELEASE
+    assert found.levels == [10, 14, 14, 10, 10, 20, 20, 20, 10, 10, 20, 10, 4, 0]
+    assert found.tops[12] == 14
 
 
 def test_what_reads_a_content_that_was_written_over_runs_again_on_what_comes_back() -> None:

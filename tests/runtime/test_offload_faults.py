@@ -336,6 +336,33 @@ def test_after_the_third_time_nothing_is_moved_any_more(tmp_path: Path, engines:
     assert remat.counters.bytes_out == moved
 
 
+def test_a_plan_that_moves(tmp_path: Path, engines: Any) -> None:
+    """The same bits; where nothing is moved any more, there is another plan."""
+
+    def trained(remat: Remat | None) -> Training:
+        def make() -> nn.Module:
+            return nn.Sequential(*[nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Dropout(0.1)) for _ in range(6)])
+
+        training = Training(make, remat, guarded=True)
+        training.batches = torch.randn(1, 1024, 128).expand(50, -1, -1)
+        for index in range(12):
+            training.step((lambda: damage_all(place_of(remat))) if remat and 5 <= index < 8 else lambda: None)
+            if remat and index in (4, 11):
+                assert remat.plan is not None
+                assert bool(remat.plan.chosen.moves) is (index == 4)
+        return training
+
+    plain = trained(None).left
+    # Less than it takes to keep all, and more than it takes to move all.
+    remat = engines("offload_only", budget="6MiB", offload=Offload(tmp_path, min_bytes=0))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ours = trained(remat).left
+    assert difference_in_bits(plain, ours) == []
+    assert sum("from now on nothing is moved" in str(w.message) for w in caught) == 1
+    assert remat.counters.retries == 3
+
+
 def test_one_retry_is_enough_for_a_step_of_several_parts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engines: Any
 ) -> None:

@@ -23,7 +23,7 @@ import torch
 
 from lightning_remat.engine.generators import RecordedState
 from lightning_remat.engine.lineage import Gone, evictable_bytes, holder_of, missing_for
-from lightning_remat.engine.offload.moved import fetch_op
+from lightning_remat.engine.offload.moved import Moved, fetch, fetch_op, moved_of
 from lightning_remat.engine.offload.mover import Mover
 from lightning_remat.engine.out_of_memory import bytes_asked, is_out_of_memory
 from lightning_remat.engine.replay import missing_ops, run
@@ -31,6 +31,7 @@ from lightning_remat.engine.rules import rule_for
 from lightning_remat.engine.sources import Recipe, Source, Sources
 from lightning_remat.engine.store import alias
 from lightning_remat.engine.values import HELD, OWNED, Geometry, Op, Value, geometry_of
+from lightning_remat.errors import OffloadError
 
 ATTEMPTS = 40
 """How often an op is called again; each time twice as much room is made as the time before, until nothing is left."""
@@ -265,20 +266,41 @@ class Eviction:
 
     def rebuild(self, value: Value) -> bool:
         """Compute a value again from its recipe, in place of the way that it has; whether that can be done."""
+        # What it is computed from may be lost as well, and so on to the beginning of the model: a list, since calls
+        # inside calls would go too deep.
+        lost = [value]
+        while lost:
+            value = lost[-1]
+            if value.tensor is not None:
+                lost.pop()
+                continue
+            if moved_of(value) is not None and not self._by_recipe(value):
+                return False
+            ops = missing_ops(value)
+            while ops:
+                op = ops.pop()
+                if op.func.__class__ is not Moved:
+                    run(op)
+                    continue
+                try:
+                    fetch(op)
+                except OffloadError:
+                    lost.append(op.outs[0][1]())  # type: ignore[arg-type]  # it is fetched for somebody
+                    break
+        return True
+
+    def _by_recipe(self, value: Value) -> bool:
+        """Let a value be made by its recipe, in place of the way that it has; whether that can be done."""
         source: Source | None = getattr(value, "source", None)
         if source is None or source.recipe is None:
             return False
         try:
             between = [self._record(s) for s in missing_for(source)]
-            _, op = self._record(source)
+            _, value.op = self._record(source)
         except Gone:
             return False
         del between
         value.geometry = source.geometry
-        value.op = op
-        ops = missing_ops(value)
-        while ops:
-            run(ops.pop())
         return True
 
     def _record(self, source: Source) -> tuple[Value, Op]:

@@ -77,6 +77,8 @@ class Leaving(Sources):
         if moved is None:
             self.leaving.pop(key, None)
             return None
+        if tensor.is_complex() or tensor.is_neg():
+            self.bits = True  # what was changed in place may have lazy views from before the step
         value = Value()
         value.flags = 0
         value.tensor = value.version = None

@@ -77,7 +77,15 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         super().__init__()
         self.clock = clock
         self.actions = ActionTable(lambda rule: PASS)
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+
+    @property
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """What autograd calls when it saves a tensor and wants it back.
+
+        Made anew for whoever asks: a tape that held its own methods would outlive its engine, and with it the file and
+        the threads of a place that nobody has closed.
+        """
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

@@ -23,6 +23,11 @@ _grad_enabled = torch.is_grad_enabled
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 
 
+def always(rule: Rule, outs: Any) -> bool:
+    """Drop what an op has made, whatever it is."""
+    return True
+
+
 class Writes(Leaving):
     """What a write does to the tables.
 
@@ -33,7 +38,7 @@ class Writes(Leaving):
 
     def __init__(self) -> None:
         super().__init__()
-        self.decide: Ask = lambda rule, outs: True
+        self.decide: Ask = always
         self.recorded = 0
 
     def _before_write(self, tensor: Tensor) -> Value | None:
@@ -102,6 +107,8 @@ class Writes(Leaving):
         try:
             rng = recorded_state(rule, args, kwargs) if rule.random else None
             if fills:
+                if target.is_complex():
+                    self.bits = True  # there may be lazy views from before the step
                 blank = Blank((target.size(), target.stride(), target.dtype, target.device))
                 op.args = [blank, *self._arguments(args[1:], needs)]
             else:

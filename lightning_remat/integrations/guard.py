@@ -17,9 +17,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_remat.engine.out_of_memory import is_out_of_memory
-from lightning_remat.errors import ConfigurationError, NoMemoryLeft
+from lightning_remat.errors import ConfigurationError, NoMemoryLeft, OffloadError
 from lightning_remat.integrations.loop_state import LoopState
-from lightning_remat.integrations.ranks import Replica, is_distributed, tell_others, word_from_others
+from lightning_remat.integrations.ranks import Replica, is_distributed, on_this_rank, tell_others, word_from_others
 from lightning_remat.runtime.recovery.exhausted import note_outside, with_note
 from lightning_remat.runtime.recovery.retry import Undo, comes_through
 from lightning_remat.runtime.recovery.snapshot import Snapshot
@@ -46,6 +46,7 @@ class Guard:
     def install(self, trainer: Any) -> None:
         """Come between the trainer and its closures; the model has been set up."""
         self.remove()
+        self.remat.check_place()
         self._trainer = trainer
         self.remat.guarded = True
         loop = trainer.fit_loop.epoch_loop.automatic_optimization
@@ -112,7 +113,10 @@ class Guard:
         except NoMemoryLeft as error:
             if error.irreversible is not None:
                 self._help_to_restart(error)
-            tell_others(str(error))
+            tell_others(f"since it was out of memory. {on_this_rank(error)}")
+            raise
+        except OffloadError as error:
+            tell_others(f"since what had left its device could not be had back. {on_this_rank(error)}")
             raise
 
     def _help_to_restart(self, error: NoMemoryLeft) -> None:
@@ -170,7 +174,7 @@ def explain(error: BaseException) -> None:
     elif is_distributed() and isinstance(error, RuntimeError):
         word = word_from_others()
         if word is not None:
-            with_note(error, f"lightning-remat: another process has ended, since it was out of memory. {word}")
+            with_note(error, f"lightning-remat: another process has ended, {word}")
 
 
 class _Redirection:

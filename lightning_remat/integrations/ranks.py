@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-_KEY = "lightning_remat/out_of_memory"
+_KEY = "lightning_remat/ended"
 
 
 class Replica:
@@ -96,11 +96,16 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+def on_this_rank(error: BaseException) -> str:
+    """An error in words for the other processes."""
+    return f"rank {dist.get_rank()}: {error}" if is_distributed() else str(error)
+
+
 def tell_others(text: str) -> None:
-    """Leave word for the other processes, whose collectives are about to fail."""
+    """Leave word for the other processes, whose collectives are about to fail: why this one has ended."""
     if is_distributed():
         try:
-            dist.distributed_c10d._get_default_store().set(_KEY, f"rank {dist.get_rank()}: {text}")
+            dist.distributed_c10d._get_default_store().set(_KEY, text)
         except RuntimeError:  # the store is gone, and with it everybody who could have read it
             return
 

@@ -59,7 +59,7 @@ class Offloading:
         self._say = Once("offload")
         self._device: torch.device | None = None
         self._failed_steps = 0
-        self._without = False  # the step to come
+        self._without = False  # until the step that is run again is over
         self._counted = Traffic()
         self._bandwidth: Bandwidth | None = None
         self._cap: int | None = None
@@ -80,18 +80,32 @@ class Offloading:
             self._counted = Traffic()
         return self.mover
 
+    def check(self, device: torch.device) -> None:
+        """See whether contents can leave a device for the place.
+
+        Raises:
+            ConfigurationError: they cannot, or it would free nothing.
+        """
+        refusal = host_refusal(device) if self.option.place == "cpu" else None
+        if refusal is not None:
+            raise ConfigurationError(f"offload={self.option.to!r}: {refusal}")
+
     def _place(self, device: torch.device) -> Place:
         option = self.option
+        self.check(device)
         if option.place == "cpu":
-            refusal = host_refusal(device)
-            if refusal is not None:
-                raise ConfigurationError(f"offload={option.to!r}: {refusal}")
             whole = free_memory(torch.device("cpu")).free_bytes or 0
             self._cap = option.budget_bytes(whole)
             return HostPlace(device, budget=self._cap)
         directory = option.directory
         assert directory is not None  # of every disk
-        whole = shutil.disk_usage(directory).free
+        try:
+            whole = shutil.disk_usage(directory).free
+        except OSError as error:
+            raise ConfigurationError(
+                f"offload={option.to!r}: {str(directory)!r} could be used when the option was given, and cannot any "
+                f"more ({error.strerror}). Create it again, or name another directory."
+            ) from error
         self._cap = option.budget_bytes(whole)
         return DiskPlace(directory, budget=self._cap, checksum=option.checksum)
 
@@ -116,16 +130,24 @@ class Offloading:
         self.counters.step_begins()
         mover.begin(order, window, ahead)
         mover.halted = self.given_up or self._without
-        self._without = False
 
     def run_without(self, error: OffloadError) -> str:
-        """A step lost what had left, and was undone: the next one, moves nothing; how that is called."""
+        """A step lost what had left, and was undone: the next try moves nothing; how that is called."""
         self._without = True
         self._failed_steps += 1
         if self._failed_steps >= _MOST_FAILURES and not self.given_up:
             self.given_up = True
-            self._say("given up", f"{error} This was the {_MOST_FAILURES}rd time: from now on nothing is moved.")
+            said = error.__cause__ if isinstance(error.__cause__, OffloadError) else error
+            self._say(
+                "given up",
+                f"{said} {_MOST_FAILURES} steps had to be run again for that: from now on nothing is moved, and steps "
+                "take the more memory.",
+            )
         return "without offload"
+
+    def step_over(self) -> None:
+        """The step that was run again has gone well, or has failed for good: the next one moves again."""
+        self._without = False
 
     def count(self) -> None:
         """Take over what has been moved since the last time."""

@@ -299,11 +299,12 @@ class Remat(Stepping):
     # ------------------------------------------------------------------ out of memory
 
     def attempt(self, step: Callable[[], T], *changes: nn.Module | Optimizer) -> T:
-        """Run a training step of a plain loop so that running out of memory loses no batch.
+        """Run a training step of a plain loop so that running out of memory, or a failure of offload, loses no batch.
 
         Args:
-            step: forward (under this context) and backward; called again if memory runs out, after everything that it
-                changed has been put back. It may step optimizers.
+            step: forward (under this context) and backward; called again if memory runs out, or if something cannot
+                be had back that had left the device, after everything that it changed has been put back. It may step
+                optimizers.
             changes: the models and optimizers that the step changes. Gradients, buffers, random streams (PyTorch's,
                 Python's, NumPy's), metrics and plain attributes of modules are put back, and what optimizers have done.
 
@@ -312,6 +313,7 @@ class Remat(Stepping):
 
         Raises:
             NoMemoryLeft: it does not fit, whatever is done; the models are as before the step.
+            OffloadError: something cannot be had back, and the step cannot be undone; it says why.
 
         Example:
             >>> import torch
@@ -338,7 +340,11 @@ class Remat(Stepping):
         ours: Callable[[BaseException], bool] = lambda error: True,
     ) -> T:
         """What :meth:`attempt` does, for trainers; see :meth:`~lightning_remat.runtime.recovery.retry.Retry.run`."""
-        return self.retry.run(step, Tightening(self), undo, deferred=deferred, ours=ours)
+        try:
+            return self.retry.run(step, Tightening(self), undo, deferred=deferred, ours=ours)
+        finally:
+            if self.offloading is not None and not self.retry.running:
+                self.offloading.step_over()
 
 
 def _check_ending(method: str, path: str | os.PathLike[str]) -> None:

@@ -16,32 +16,9 @@ from weakref import WeakMethod
 import torch
 from torch import nn
 
-from lightning_remat.engine import (
-    eviction,
-    generators,
-    leaving,
-    ledger,
-    lineage,
-    moving,
-    plain,
-    planned,
-    regions,
-    replay,
-    rescue,
-    rules,
-    sources,
-    store,
-    tape,
-    transforms,
-    values,
-    verify,
-    writes,
-)
 from lightning_remat.engine.ledger import Ledger, LedgerTape, ModuleStack
 from lightning_remat.engine.moving import MovingLedgerTape, MovingTape
-from lightning_remat.engine.offload import disk, host, moved, mover
 from lightning_remat.engine.offload.mover import Mover
-from lightning_remat.engine.opaque import hide_from_compiler
 from lightning_remat.engine.plain import backward_outside
 from lightning_remat.engine.planned import PlannedTape
 from lightning_remat.engine.policies import OpInfo, Policy, checked_verdict
@@ -50,10 +27,11 @@ from lightning_remat.engine.rules import Rule
 from lightning_remat.engine.tape import Tape
 from lightning_remat.engine.transforms import transforms_allowed
 from lightning_remat.engine.verify import Verifier
-from lightning_remat.runtime import measuring, memory, static, tracer, tracing
+from lightning_remat.engine.writes import always
 from lightning_remat.runtime.binding import Binding
 from lightning_remat.runtime.counters import Counters
 from lightning_remat.runtime.discovery import Discovery
+from lightning_remat.runtime.hidden import hide_from_the_compiler
 from lightning_remat.runtime.offloading import Offloading
 from lightning_remat.runtime.recovery.readiness import Readiness
 from lightning_remat.runtime.recovery.retry import Retry
@@ -61,39 +39,13 @@ from lightning_remat.runtime.recovery.tightening import Fixed
 from lightning_remat.runtime.settings import checked, table_for
 from lightning_remat.runtime.static import device_of
 from lightning_remat.runtime.tracing import TracingTape
-from lightning_remat.runtime.tuning import choosing, fallback, from_file, known, pilot, relief, resting
 from lightning_remat.runtime.tuning.from_file import FilePilot
 from lightning_remat.runtime.tuning.pilot import Pilot
 from lightning_remat.runtime.tuning.remembering import Memory
 
 S = TypeVar("S", bound="Stepping")
 
-hide_from_compiler(
-    eviction,
-    lineage,
-    generators,
-    leaving,
-    ledger,
-    moving,
-    plain,
-    planned,
-    regions,
-    replay,
-    rescue,
-    rules,
-    sources,
-    store,
-    tape,
-    transforms,
-    values,
-    verify,
-    writes,
-)
-hide_from_compiler(disk, host, moved, mover)
-# A step that is traced, planned or measured runs these inside of what may be compiled.
-hide_from_compiler(
-    choosing, fallback, from_file, known, measuring, memory, pilot, relief, resting, static, tracer, tracing
-)
+hide_from_the_compiler()
 
 
 class Stepping:
@@ -128,6 +80,8 @@ class Stepping:
         self.guarded = False
         if self._settings.plan_path is not None:
             self._options["policy"] = os.path.abspath(self._settings.plan_path)  # for a copy in another folder
+        if offload is not None:
+            self._options["offload"] = offload  # likewise: its directory is absolute
         self._policy = self._settings.policy
         self._blocks_option = options["blocks"]
         self._kept_ops: set[str] = set()
@@ -225,6 +179,15 @@ class Stepping:
         tapes = [self._tape, self._moving_tape, self._pilot.tape if self._pilot is not None else None]
         self._readiness.begin([tape for tape in tapes if tape is not None])
 
+    def check_place(self) -> None:
+        """See whether what is kept can leave the device that the model is on; to be called when it is there.
+
+        Raises:
+            ConfigurationError: it cannot, or it would free nothing.
+        """
+        if self.offloading is not None:
+            self.offloading.check(device_of(self._binding.roots))
+
     def _pressed(self, nbytes: int) -> None:
         if self._pilot is not None:
             self._pilot.pressure(nbytes)
@@ -289,6 +252,7 @@ class Stepping:
         regions = self._binding.regions
         if self._needs_modules:
             tape.decide = self._decide
+            stack.callback(setattr, tape, "decide", always)  # or the tape would keep its engine alive
         if not isinstance(tape, PlannedTape):
             stack.callback(regions.remove)
             regions.install(tape)

@@ -14,6 +14,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -21,10 +22,13 @@ from torch import Tensor, nn
 
 from lightning_remat import Remat
 from lightning_remat.engine.verify import same_bits
+from lightning_remat.errors import OffloadError
 
 # Their order is that in which instructions are registered, on which the programs of all seeds depend.
 from tests.engine.fuzzing import arithmetic, changes, corners  # noqa: F401 - imported for what they register
 from tests.engine.fuzzing.machine import BLOCKS, LENGTH, BackwardError, Machine
+from tests.engine.fuzzing.moving import Held, Scripted, Seen
+from tests.helpers.evicting import Failing, on
 from tests.helpers.exact import EVERYTHING, recompute_all
 
 
@@ -85,14 +89,18 @@ class Result:
         self.events: list[Any] = []
         self.tensors: list[Tensor] = []
         self.raised_in_backward = False
+        self.lost = False  # what had left could not be had back
 
     def add(self, tensor: Tensor | None) -> None:
         self.tensors.append(torch.tensor([]) if tensor is None else tensor.detach().clone().resolve_conj())
 
 
-def run_program(seed: int, positions: Sequence[int], remat: Remat | None, steps: int = 2) -> Result:
+def run_program(seed: int, positions: Sequence[int], remat: Remat | Scripted | Held | None, steps: int = 2) -> Result:
     """Run a program for some steps."""
     program = Program(seed, positions)
+    press = remat if isinstance(remat, Scripted) else None
+    if press is not None:
+        program.machine.run = press.press(program.machine.run)  # type: ignore[method-assign]  # of this one machine
     torch.manual_seed(seed)
     result = Result()
     for _ in range(steps):
@@ -104,18 +112,22 @@ def run_program(seed: int, positions: Sequence[int], remat: Remat | None, steps:
                     loss, extra = program()
         except BackwardError as error:
             result.raised_in_backward = True
+            result.lost = isinstance(error.__cause__, OffloadError)
             result.events += [list(program.machine.events), f"on the way: {error.__cause__!r}"]
             break
         result.events.append(list(program.machine.events))
         for t in program.machine.tensors:
             result.add(t)
         result.add(loss)
+        if press is not None:
+            press.make_room()
         try:
             if extra and extra[0].requires_grad:
                 extra[0].sum().backward(retain_graph=True)
             loss.backward()
         except RuntimeError as error:
             result.raised_in_backward = True
+            result.lost = isinstance(error, OffloadError)
             result.events.append(f"backward: {type(error).__name__}: {error}")
             break
         result.add(torch.get_rng_state())
@@ -139,6 +151,7 @@ POLICIES: dict[str, Any] = {
     "moved full": "full",
     "moved selective": "selective",
     "moved all": recompute_all,
+    "planned": None,  # plans of all sorts: see fuzzing/moving.py
 }
 
 
@@ -166,6 +179,11 @@ def check(seed: int, positions: Sequence[int], policies: Sequence[str]) -> str |
     if difference(plain, run_program(seed, positions, None)) is not None:
         return None  # not repeatable: nothing can be said
     for name in policies:
+        if name == "planned":
+            wrong = _check_planned(seed, positions, plain)
+            if wrong is not None:
+                return f"{name}: {wrong}"
+            continue
         blocks = "blocks.*" if name.endswith(("full", "every:2", "sqrt")) else None
         remat = Remat(policy=POLICIES[name], blocks=blocks, offload=EVERYTHING if name.startswith("moved") else None)
         try:
@@ -178,6 +196,38 @@ def check(seed: int, positions: Sequence[int], policies: Sequence[str]) -> str |
         if wrong is not None:
             return f"{name}: {wrong}"
     return None
+
+
+def _check_planned(seed: int, positions: Sequence[int], plain: Result) -> str | None:
+    """Run one program under a random plan with moves; what is wrong, or None."""
+    seen = Seen()
+    torch.manual_seed(seed)
+    with on(seen), suppress(BackwardError):
+        Program(seed, positions)()
+    scripted = Scripted(seed, seen.functions)
+    try:
+        with scripted.mode or nullcontext():
+            other = run_program(seed, positions, scripted)
+    except Exception as error:  # nothing but what plain PyTorch raises may come out
+        return f"{scripted.way}: {type(error).__name__}: {error}"
+    finally:
+        scripted.close()
+    if scripted.mode is not None:  # under any mode autograd may choose other formulas
+        with Failing():
+            plain = run_program(seed, positions, None)
+    if other.lost:
+        if not scripted.may_lose:
+            return f"{scripted.way}: lost: {other.events[-1]}"
+        # It is run again then; up to there everything has to agree.
+        other.raised_in_backward = plain.raised_in_backward
+        other.events.pop()
+    wrong = difference(plain, other)
+    if wrong is None and scripted.leaks():
+        held = Held()
+        run_program(seed, positions, held)
+        if not held.leaks():
+            wrong = f"{scripted.place.used_bytes} bytes are never given back"
+    return None if wrong is None else f"{scripted.way}: {wrong}"
 
 
 def shortened(seed: int, policy: str) -> list[int]:

@@ -6,7 +6,8 @@ Each op is put into a small chain in which everything that can be dropped is dro
 
 The chain runs plainly, twice, since what does not repeat itself cannot be compared, and under the tape; outputs,
 what the inputs hold afterwards, gradients and the random stream have to agree in every bit. In-place variants write
-into a dropped tensor, and into a view of a dropped tensor whose base lives on.
+into a dropped tensor, and into a view of a dropped tensor whose base lives on. Where contents move, the op's arguments
+leave for a disk, and either so does all that autograd saves, or the op is computed again from what comes back.
 
 `python -m tests.engine.opdb --help` runs all of it and prints what it found.
 """
@@ -36,6 +37,7 @@ from lightning_remat.engine.policies import Policy
 from lightning_remat.engine.replay import Clock
 from lightning_remat.engine.rules import rule_for
 from lightning_remat.engine.tape import Tape
+from tests.helpers.exact import EVERYTHING as ALL_LEAVES
 
 # Importing PyTorch's test utilities forbids the process to set backend flags any more; other tests do.
 torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
@@ -78,6 +80,7 @@ class Outcome:
     error: str | None = None
     recorded: int = 0
     replayed: int = 0
+    moved: int = 0
 
     def differences(self, other: Outcome) -> list[str]:
         """Names of what is not the same in ``other``."""
@@ -150,6 +153,8 @@ def run(case: Case, remat: Remat | None, *, inside: bool = False) -> Outcome:
                 outcome.bits[f"gradient {position}"] = bits(tensor.grad)
     if remat is not None:
         outcome.recorded, outcome.replayed = remat.stats.recorded_ops, remat.stats.replayed_ops
+        if remat.offloading is not None and remat.offloading.mover is not None:
+            outcome.moved = remat.offloading.mover.moved
     return outcome
 
 
@@ -270,6 +275,7 @@ class Finding:
     raising: int = 0  # plain PyTorch refuses them, and so does the tape
     recorded: int = 0
     replayed: int = 0
+    moved: int = 0
     excepted: Counter[str] = field(default_factory=Counter)  # key in EXCEPTIONS -> cases that differ
     failures: list[str] = field(default_factory=list)
     unrepeatable: list[str] = field(default_factory=list)
@@ -300,16 +306,31 @@ class KeptCounter(Tape):
         return out
 
 
+def _all_but_neg(op: Any) -> str:
+    """Keeps what goes into the op, so that it leaves, and has the op computed again from what comes back."""
+    return "keep" if op.name == "aten.neg.default" else "recompute"
+
+
 class Runner:
     """Checks ops; the contexts live on from op to op, as in a training loop."""
 
-    def __init__(self, both: bool = True) -> None:
+    def __init__(self, both: bool = True, moving: bool = False) -> None:
         self.both = both
-        self.remats = [Remat(policy=EVERYTHING), Remat(policy=lambda op: "recompute")]
+        self.moving = moving
+        self.remats = (
+            [Remat(policy="offload_only", offload=ALL_LEAVES), Remat(policy=_all_but_neg, offload=ALL_LEAVES)]
+            if moving
+            else [Remat(policy=EVERYTHING), Remat(policy=lambda op: "recompute")]
+        )
         for remat in self.remats:
             with remat:  # the first step keeps books, which is another tape
                 pass
         self.counter = self.remats[1]._tape = KeptCounter(self.remats[1]._clock)
+
+    def close(self) -> None:
+        """End what the contexts have begun."""
+        for remat in self.remats:
+            remat.close()
 
     def check(
         self, op: OpInfo, dtype: torch.dtype, limit: int | None = None, variants: Sequence[str] = VARIANTS[:3]
@@ -331,8 +352,10 @@ class Runner:
                     outcome = run(case, remat, inside=(number + which) % 3 == 0)
                     finding.recorded += outcome.recorded
                     finding.replayed += outcome.replayed
+                    finding.moved += outcome.moved
                     problems.update(dict.fromkeys(plain.differences(outcome)))
-                    if not outcome.replayed and any(name.startswith("gradient") for name in plain.bits):
+                    idle = not outcome.moved if self.moving else not outcome.replayed
+                    if idle and any(name.startswith("gradient") for name in plain.bits):
                         finding.idle.append(str(case))
             if problems and key in EXCEPTIONS:
                 finding.excepted[key] += 1
@@ -356,13 +379,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=int, help="samples per op (all)")
     parser.add_argument("--dtype", choices=["float32", "complex64"], help="only this one (both)")
     parser.add_argument("--variant", choices=VARIANTS, action="append", help="only these (all)")
+    parser.add_argument("--moving", action="store_true", help="have contents leave for a disk")
     parser.add_argument("--kept", action="store_true", help="list the ops of which something was kept")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     console = Console(width=160, highlight=False)
-    runner = Runner()
+    runner = Runner(moving=options.moving)
     start = time.perf_counter()
-    table = Table("dtype", "ops", "cases equal", "refused alike", "ops recorded", "replayed", "differing", "excepted")
+    table = Table(
+        "dtype", "ops", "cases equal", "refused alike", "ops recorded", "replayed", "moved", "differing", "excepted"
+    )
     failed = False
     for dtype in [getattr(torch, options.dtype)] if options.dtype else DTYPES:
         wanted = [op for op in differentiable(dtype) if not options.ops or name_of(op).startswith(tuple(options.ops))]
@@ -381,17 +407,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             sum(f.raising for f in findings),
             sum(f.recorded for f in findings),
             sum(f.replayed for f in findings),
+            sum(f.moved for f in findings),
             sum(len(f.failures) + len(f.unrepeatable) for f in findings),
             sum(f.excepted.total() for f in findings),
         )
         table.add_row(str(dtype), *map(str, counts))
         idle = [case for f in findings for case in f.idle]
         if idle:
-            console.print(f"nothing to replay in {len(idle)} cases, such as {idle[:5]}", soft_wrap=True)
+            console.print(
+                f"nothing to {'move' if options.moving else 'replay'} in {len(idle)} cases, such as {idle[:5]}",
+                soft_wrap=True,
+            )
     console.print(table)
     for name, reason in EXCEPTIONS.items():
         console.print(f"excepted: {name}: {reason}")
     console.print(f"{time.perf_counter() - start:.0f} s")
+    runner.close()
     return int(failed)
 
 

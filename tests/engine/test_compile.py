@@ -9,7 +9,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from lightning_remat import Remat
-from tests.helpers.exact import recompute_all
+from tests.helpers.exact import EVERYTHING, recompute_all
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 
@@ -57,18 +57,22 @@ def trained(remat: Remat | None, how: str) -> tuple[list[Any], list[int]]:
 # Dynamo looks at .grad of what it wraps, and warns itself about that.
 # The compiler's own look at a tensor that is no leaf.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize("policy", [recompute_all, "full", "selective"], ids=str)
+@pytest.mark.parametrize("offload", [None, EVERYTHING], ids=["stays", "leaves"])
+@pytest.mark.parametrize("policy", [recompute_all, "full", "selective", "offload_only"], ids=str)
 @pytest.mark.parametrize("how", ["blocks", "whole model", "whole model, graph breaks"])
-def test_compiled_parts_stay_compiled(policy: Any, how: str) -> None:
+def test_compiled_parts_stay_compiled(policy: Any, how: str, offload: Any) -> None:
     """Compiled they run, in the same bits; from the third step on nothing is compiled any more.
 
     The first step, under the ledger's hooks, and the second, without them, may each compile once more than plainly.
     """
     plain, graphs = trained(None, how)
-    remat = Remat(policy=policy)
+    if policy == "offload_only" and offload is None:
+        policy = "none"  # the same without anything to move
+    remat = Remat(policy=policy, offload=offload)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*the first step ran none")  # what is compiled has no blocks of ours
         got, ours = trained(remat, how)
+    remat.close()
     assert graphs[0] > 0
     assert ours[0] > 0
     assert ours[2] == ours[-1]

@@ -5,8 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import random
+import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,3 +116,48 @@ def broken(monkeypatch: pytest.MonkeyPatch, name: str, fails: Callable[[int], in
 
 FULL = errno.ENOSPC
 BROKEN = errno.EIO
+
+
+def damage_all(place: DiskPlace) -> None:
+    """Change every byte of a place's file, as far as it is written."""
+    with open(f"/proc/self/fd/{scratch(place).fileno()}", "r+b", buffering=0) as file:
+        begin, size = 0, os.fstat(file.fileno()).st_size
+        while begin < size:
+            part = bytearray(os.pread(file.fileno(), 1 << 20, begin))
+            begin += os.pwrite(file.fileno(), bytes(part).translate(_OTHER), begin)
+        os.fsync(file.fileno())
+
+
+_OTHER = bytes(byte ^ 0x40 for byte in range(256))
+
+
+@contextmanager
+def small_disk(monkeypatch: pytest.MonkeyPatch, directory: Path, size: int) -> Iterator[None]:
+    """A file system of so many bytes: a real one where mounting is allowed, else the same answers from ``os``."""
+    options = ["-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)]
+    if subprocess.run(["mount", *options], capture_output=True).returncode == 0:
+        try:
+            yield
+        finally:
+            subprocess.run(["umount", "-l", directory], check=True)
+        return
+    real_room, real_write = os.fstatvfs, os.pwritev
+
+    def free(fd: int) -> int:
+        others = sum(path.stat().st_blocks for path in directory.iterdir()) * 512
+        return size - others - os.fstat(fd).st_blocks * 512
+
+    def room(fd: int) -> os.statvfs_result:
+        fields = list(real_room(fd))
+        fields[2], fields[4] = size // fields[1], max(0, free(fd)) // fields[1]
+        return os.statvfs_result(fields)
+
+    def write(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if free(fd) < sum(map(len, buffers)):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return int(real_write(fd, buffers, offset))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstatvfs", room)
+        patch.setattr(os, "pwritev", write)
+        yield

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from lightning_remat.engine.offload.place import Traffic
 from lightning_remat.errors import OffloadError
+
+_NoModes = torch._C._DisableTorchDispatch  # a real place copies where nobody sees it
 
 Fails = Callable[[int], bool]
 """Whether the content of this number (counted from 0 over all) fails."""
@@ -41,7 +44,8 @@ class MemoryContent:
                 self.place.traffic.failures += 1
                 self.release()
                 raise OffloadError(f"content {self.number} cannot be written")
-            self._bytes = self._source.clone()
+            with _NoModes():
+                self._bytes = self._source.clone()
             self._source = None
             self.place.traffic.bytes_out += self.nbytes
             self.place.log.append(("out", self.number))
@@ -59,7 +63,8 @@ class MemoryContent:
         if self.place.read_fails(self.number):
             self.place.traffic.failures += 1
             raise OffloadError(f"content {self.number} cannot be read")
-        into.copy_(self._bytes)
+        with _NoModes():
+            into.copy_(self._bytes)
         self.place.traffic.bytes_in += self.nbytes
         self.place.log.append(("back", self.number))
 

@@ -11,13 +11,13 @@ from tests.integrations.ddp_failing_worker import ENDS, SCENARIOS
 from tests.integrations.test_ddp import ROOT, finish, free_port, start
 
 
-def both(folder: Path, *arguments: str) -> list[Any]:
+def both(folder: Path, *arguments: str, script: str = "ddp_failing_worker.py") -> list[Any]:
     """What each of two ranks has found."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "NODE_RANK": "0"}
-    script = str(ROOT / "tests/integrations/ddp_failing_worker.py")
+    path = str(ROOT / "tests/integrations" / script)
     outputs = [folder / f"{rank}.txt" for rank in range(2)]
     processes = [
-        start(output, script, str(folder), *arguments, LOCAL_RANK=str(i), **place) for i, output in enumerate(outputs)
+        start(output, path, str(folder), *arguments, LOCAL_RANK=str(i), **place) for i, output in enumerate(outputs)
     ]
     if not finish(processes):
         pytest.fail("\n".join(output.read_text()[-3000:] for output in outputs), pytrace=False)

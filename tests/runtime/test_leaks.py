@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lightning_remat import Remat
-from tests.helpers.exact import recompute_all
+from tests.helpers.exact import EVERYTHING, recompute_all
 from tests.helpers.memory import LiveBytes, live_objects, live_records, no_collector
 
 WARM = 3
@@ -27,6 +27,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "recompute all": {"policy": recompute_all},
     "by module": {"policy": {"layers.0": "full", "layers.*.act": "selective"}},
     "verify": {"policy": recompute_all, "verify": True},
+    "offload": {"policy": "offload_only", "offload": EVERYTHING},
+    "full, offload": {"policy": "full", "offload": EVERYTHING},
 }
 
 

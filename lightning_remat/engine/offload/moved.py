@@ -10,7 +10,7 @@ everything here with it::
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 from weakref import ref as weakref
 
 import torch
@@ -20,8 +20,30 @@ from lightning_remat.engine.offload.place import Content
 from lightning_remat.engine.values import OWNED, Op, Value, from_storage, geometry_of
 from lightning_remat.errors import MODIFIED, OffloadError
 
-if TYPE_CHECKING:
-    from lightning_remat.engine.offload.mover import Mover
+_LOST = (
+    "Nor can it be computed again: what random and in-place operations have made cannot, nor what was made from what "
+    "is gone. The gradients of this step are incomplete, so clear them and run the batch again; Remat.attempt, "
+    "RematStrategy and RematCallback undo such a step and run it again without offload."
+)
+
+
+class Minder(Protocol):
+    """Who looks after contents: a :class:`~lightning_remat.engine.offload.mover.Mover`."""
+
+    def is_out(self, moved: Moved) -> None:
+        """It is no longer resident."""
+
+    def stays(self, moved: Moved, error: OffloadError) -> None:
+        """It could not be written, and is kept as it is."""
+
+    def fetched(self, moved: Moved) -> None:
+        """It is being asked for."""
+
+    def asked_for(self, moved: Moved) -> None:
+        """What was read ahead is no longer ahead."""
+
+    def recompute(self, value: Value, error: OffloadError) -> bool:
+        """It cannot be had back: compute it again, if that is possible."""
 
 
 class Moved:
@@ -56,7 +78,7 @@ class Moved:
         "version",
     )
 
-    def __init__(self, mover: Mover, number: int, step: int, resident: Tensor, content: Content) -> None:
+    def __init__(self, mover: Minder, number: int, step: int, resident: Tensor, content: Content) -> None:
         self.resident: Tensor | None = None
         self.content: Content | None = content
         self.coming: Tensor | None = None
@@ -137,18 +159,26 @@ def bring_back(op: Op) -> None:
     Raises:
         RuntimeError, OffloadError: see :meth:`Moved.fetch`; where its recipe is known, it is computed again instead.
     """
+    try:
+        fetch(op)
+    except OffloadError as error:
+        value: Value | None = op.outs[0][1]()
+        if value is not None and not op.func.mover.recompute(value, error):
+            raise OffloadError(f"{error} {_LOST}") from error
+
+
+def fetch(op: Op) -> None:
+    """The same, and nothing is computed again.
+
+    Raises:
+        RuntimeError, OffloadError: see :meth:`Moved.fetch`.
+    """
     moved: Moved = op.func
     value: Value | None = op.outs[0][1]()
     if value is None or value.tensor is not None:
         return
-    mover = moved.mover
-    mover.fetched(moved)
-    try:
-        tensor, owned = moved.fetch()
-    except OffloadError as error:
-        if not mover.recompute(value, error):
-            raise
-        return
+    moved.mover.fetched(moved)
+    tensor, owned = moved.fetch()
     value.tensor = tensor
     value.geometry = moved.geometry
     if owned:

@@ -76,18 +76,21 @@ class Retry:
     Args:
         retries: how often a step is run again; 0: never.
         counters: where it is counted.
+
+    Attributes:
+        running: a step is being run.
     """
 
     def __init__(self, retries: int, counters: Counters) -> None:
         self.retries = retries
         self.counters = counters
         self._undo: Sequence[Undo] = ()
-        self._running = False
+        self.running = False
         self._taken = False
 
     def take(self) -> None:
         """Note the present state as the one to come back to; for steps that begin with something that is not theirs."""
-        if self._running and not self._taken:
+        if self.running and not self._taken:
             for part in self._undo:
                 part.take()
             self._taken = True
@@ -113,9 +116,9 @@ class Retry:
         Raises:
             NoMemoryLeft: it does not fit, whatever is done, or cannot be undone; what could be put back was.
         """
-        if self._running or not self.retries:
+        if self.running or not self.retries:
             return step()
-        self._running, self._taken = True, False
+        self.running, self._taken = True, False
         self._undo = undo
         try:
             if not deferred:
@@ -125,7 +128,7 @@ class Retry:
             for part in undo:
                 part.release()
             self._undo = ()
-            self._running = False
+            self.running = False
 
     def _until_it_fits(self, step: Callable[[], T], way: Way, ours: Callable[[BaseException], bool]) -> T:
         tries = 0
@@ -148,7 +151,7 @@ class Retry:
                         raise  # it says itself what to do
                     raise way.give_up(error, tries, why) from error
                 next_try, tighter = way.run_without(error) if isinstance(error, OffloadError) else way.tighten(asked)
-                said = str(error)
+                said = str(error.__cause__ if lost and isinstance(error.__cause__, OffloadError) else error)
                 last = tries == self.retries and not tighter
                 leave = switched_before_raising(error) if last else frozenset()
                 # What is left of it holds the step's tensors: nothing is undone before it has gone.
@@ -159,14 +162,20 @@ class Retry:
             collect()
             why = self._restore(leave)
             if why is not None and lost:
-                raise OffloadError(f"{said} The step cannot be run again without offload: {why}.")
+                raise OffloadError(
+                    f"{said} The step cannot be run again without offload: {why}. Start again from the last "
+                    "checkpoint, with another place in offload= or without it. No batch was skipped: training stops at "
+                    "this one."
+                )
             if why is not None:
                 raise way.give_up(torch.OutOfMemoryError(said), tries, why) from None
             self.counters.retries += 1
             self.counters.retried_batches += tries == 1
+            if lost:
+                log.warning("%s A training step needs it: the same batch is run again, %s.", said, next_try)
+                continue
             wanted = f" ({format_bytes(asked)} could not be had)" if asked else ""
-            what = f"lost what had left the device: {said}" if lost else f"out of memory in a training step{wanted}"
-            log.warning("%s: the same batch is run again, %s.", what, next_try)
+            log.warning("out of memory in a training step%s: the same batch is run again, %s.", wanted, next_try)
 
     def _restore(self, leave: frozenset[str] = frozenset()) -> str | None:
         """Leave things as they were before the step; why that cannot be, and then nothing is changed."""

@@ -4,7 +4,6 @@ import errno
 import os
 import random
 import shutil
-import subprocess
 import weakref
 
 import pytest
@@ -16,7 +15,7 @@ from lightning_remat.engine.offload import disk
 from lightning_remat.engine.offload.disk import DamagedError, DiskPlace
 from lightning_remat.engine.offload.extents import BLOCK
 from lightning_remat.errors import OffloadError
-from tests.helpers.disk import BROKEN, FULL, Held, broken, fetched, scratch, some_bytes, wait_for_threads
+from tests.helpers.disk import BROKEN, FULL, Held, broken, fetched, scratch, small_disk, some_bytes, wait_for_threads
 
 CHUNK = 4 * BLOCK
 
@@ -125,33 +124,10 @@ def test_no_byte_moves(monkeypatch, place, name):
 # ---- a disk that is really full ----
 
 
-@pytest.fixture
-def small_disk(monkeypatch, tmp_path):
-    """2 MiB: a file system of its own where mounting is allowed, else the same answers from ``os``."""
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", tmp_path], capture_output=True)
-    if mounted.returncode == 0:
+@pytest.fixture(name="small_disk")
+def _small_disk(monkeypatch, tmp_path):
+    with small_disk(monkeypatch, tmp_path, 2 << 20):
         yield tmp_path
-        subprocess.run(["umount", "-l", tmp_path], check=True)
-        return
-    size, real_room, real_write = 2 << 20, os.fstatvfs, os.pwritev
-
-    def free(fd):
-        others = sum(path.stat().st_blocks for path in tmp_path.iterdir()) * 512
-        return size - others - os.fstat(fd).st_blocks * 512
-
-    def room(fd):
-        fields = list(real_room(fd))
-        fields[2], fields[4] = size // fields[1], max(0, free(fd)) // fields[1]
-        return os.statvfs_result(fields)
-
-    def write(fd, buffers, offset):
-        if free(fd) < sum(map(len, buffers)):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real_write(fd, buffers, offset)
-
-    monkeypatch.setattr(os, "fstatvfs", room)
-    monkeypatch.setattr(os, "pwritev", write)
-    yield tmp_path
 
 
 def test_what_does_not_fit_is_refused(small_disk):

@@ -149,21 +149,26 @@ class Offloading:
             self._descend(budget, known)
         return self.best(budget)
 
-    def refine(self, budget: int, known: Iterable[Candidate], others: Iterable[Candidate]) -> Candidate | None:
+    def refine(
+        self, budget: int, known: Iterable[Candidate], others: Iterable[Candidate], share: float
+    ) -> Candidate | None:
         """After a rough search, the rest of it.
 
         Args:
             budget: bytes.
             known: plans without moves.
             others: plans that were found for other bounds.
+            share: of the work that is allowed for one budget.
         """
         if not self.moves.can.any():
             return None
         self.budget = budget
-        self.left = self.most - self.most // 4
+        self.left = int(share * self.most)
         for other in others:
             self.judge(np.asarray(other.drop, dtype=bool), np.asarray(other.move, dtype=bool))
-        self._descend(budget, list(known))
+        known = list(known)
+        self._fill(budget, known)
+        self._descend(budget, known)
         return self.best(budget)
 
     def smallest(self, known: Sequence[Candidate]) -> Candidate | None:

@@ -26,6 +26,7 @@ _WORK = 700_000  # events to simulate in polishing: little beside what a plan is
 _SEEDS = 64  # plans from which polishing begins
 _LARGE = 500  # simulations; if there are fewer, the trace is large
 _AROUND_LARGE = (0.97, 1.03)
+_REFINED = (0.6, 0.3, 0.3)  # of the work for one budget, to the most promising choice of what is in flight, and so on
 _LARGER = 8  # plans for larger budgets, to which moves are added
 _AROUND = (0.9, 0.94, 0.97, 1.0, 1.03, 1.06, 1.1)  # budgets for these, to the budget that was asked for
 
@@ -150,15 +151,18 @@ class Planner:
         if len(self._offloading) == 1:
             self._offloading[0].within(budget, known, rough)
             return
-        found = []
-        for each in self._offloading:
+        promise: list[tuple[float, float, int]] = []
+        for number, each in enumerate(self._offloading):
             best = each.within(budget, known, rough=True)
             least = each.least()
-            found.append((best.extra_seconds if best else inf, least.peak_bytes if least else inf))
-        if not rough:
-            chosen = self._offloading[found.index(min(found))]
+            promise.append((best.extra_seconds if best else inf, least.peak_bytes if least else inf, number))
+        for share, (_, _, number) in zip(_REFINED if not rough else (), sorted(promise), strict=False):
+            best_of_all = self._best(budget)
+            if best_of_all is not None and not best_of_all.extra_seconds:
+                break
+            chosen = self._offloading[number]
             others = [each.best(budget) or each.least() for each in self._offloading if each is not chosen]
-            chosen.refine(budget, known, [c for c in others if c is not None])
+            chosen.refine(budget, known, [c for c in others if c is not None], share)
 
     def _around(self, budget: int) -> list[Candidate]:
         """Plans without moves for this and larger budgets: what moves may be added to."""

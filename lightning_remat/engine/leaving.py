@@ -17,7 +17,7 @@ from lightning_remat.engine.offload.mover import Mover
 from lightning_remat.engine.rules import rule_for
 from lightning_remat.engine.sources import Sources
 from lightning_remat.engine.store import alias, forgetter
-from lightning_remat.engine.values import Value, storage_copy
+from lightning_remat.engine.values import SPLIT, Value, least_output, storage_copy
 
 _STRIDED = torch.strided
 _NoModes = torch._C._DisableTorchDispatch
@@ -33,6 +33,7 @@ class Leaving(Sources):
     Attributes:
         mover: moves them; None: nothing leaves.
         borders: what crosses the border of a block leaves.
+        split: storages that were split into views which count their versions apart.
     """
 
     def __init__(self) -> None:
@@ -41,14 +42,23 @@ class Leaving(Sources):
         self.borders = False
         self._may: dict[int, bool] = {}  # by an overload's id, which lives as long as the process
         self._forget_leaving = forgetter(self.leaving)
+        self.split: dict[Any, None] = {}
+        self._forget_split = forgetter(self.split)
 
     def clear(self) -> None:
         """Forget the step: nothing that autograd does not hold stays alive."""
         super().clear()
         self.leaving.clear()
+        self.split.clear()
 
-    def may_leave(self, func: Any, out: Any) -> None:
-        """What an op has made may leave, unless it is a view."""
+    def may_leave(self, func: Any, out: Any, sides: bool = True) -> None:
+        """What an op has made may leave, unless it is a view.
+
+        Args:
+            func: the op.
+            out: what it has made.
+            sides: side outputs as well; traces know nothing of them, and so plans do not.
+        """
         may = self._may.get(id(func))
         if may is None:
             rule = rule_for(func)
@@ -56,9 +66,19 @@ class Leaving(Sources):
         if not may:
             return
         leaving = self.leaving
-        for o in out if isinstance(out, (tuple, list)) else (out,):
-            if o.__class__ is Tensor and o.layout is _STRIDED:
+        outs = out if isinstance(out, (tuple, list)) else (out,)
+        small = 0 if sides else least_output(outs)
+        for position, o in enumerate(outs):
+            if o.__class__ is Tensor and o.layout is _STRIDED and (not position or o.numel() > small):
                 leaving[weakref(o.untyped_storage(), self._forget_leaving)] = None
+
+    def split_apart(self, tensor: Tensor) -> None:
+        """A storage is being split into views that count their versions apart."""
+        key = weakref(tensor.untyped_storage(), self._forget_split)
+        self.split[key] = None
+        value = self.dropped.get(key)
+        if value is not None:
+            value.flags |= SPLIT
 
     def must_stay(self, out: Any) -> None:
         """What an op has written is another content than the one that might leave."""
@@ -80,7 +100,7 @@ class Leaving(Sources):
         if tensor.is_complex() or tensor.is_neg():
             self.bits = True  # what was changed in place may have lazy views from before the step
         value = Value()
-        value.flags = 0
+        value.flags = SPLIT if key in self.split else 0
         value.tensor = value.version = None
         value.geometry = moved.geometry
         self.count += 1  # a place of its own in the order: so that what memory replays take can be foreseen

@@ -159,7 +159,7 @@ class PlannedTape(Tape):  # type: ignore[no-untyped-call]  # torch's __init_subc
         elif action >= MOVE:
             out = self.act(action - MOVE, func, args, kwargs)
             if self.mover is not None:
-                self.may_leave(func, out)
+                self.may_leave(func, out, sides=False)
         else:
             out = self._dispatch_rest(action, func, args, kwargs or {})
         if size != -1:

@@ -45,7 +45,7 @@ from lightning_remat.engine.sources import NEVER, Saved, crosses_bus, is_recipe
 from lightning_remat.engine.store import Unrecordable, alias
 from lightning_remat.engine.values import (
     PACKED,
-    SPLIT,
+    SIDE,
     STALE,
     Op,
     Value,
@@ -58,7 +58,6 @@ from lightning_remat.errors import MODIFIED
 
 _KERNEL = 1 << 62  # in place of bytes that were asked for: it is a kernel that is lacking
 _SOME = 1 << 26  # bytes that making one may take
-_SIDE = 32  # a further output with at most this part of the first one's elements is a side output
 _STRIDED = torch.strided
 _grad_enabled = torch.is_grad_enabled
 
@@ -172,9 +171,7 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             self.bits = True  # from now on references carry lazy conjugation and negation
             return func(*args, **kwargs)
         if action == SPLITS:
-            value = self.dropped.get(weakref(args[0].untyped_storage()))
-            if value is not None:
-                value.flags |= SPLIT
+            self.split_apart(args[0])
             return func(*args, **kwargs)
         rule = rule_for(func)
         grad = _grad_enabled()
@@ -311,7 +308,7 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
                 if out.layout is not _STRIDED:
                     raise Unrecordable
                 if position == 0:
-                    small = out.numel() // _SIDE
+                    small = out.numel() // SIDE
                 elif out.numel() <= small:
                     continue
                 storage = out.untyped_storage()

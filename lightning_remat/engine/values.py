@@ -10,6 +10,7 @@ by reference count alone::
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from weakref import ref as weakref
 
@@ -52,6 +53,14 @@ STALE = 2  # it was written to after autograd had saved it
 OWNED = 4  # its tensor was made by a replay, and a replay may write into it
 SPLIT = 16  # its storage was split into views that count their versions apart (unsafe_split, in GRU cells)
 HELD = 8  # its tensor is the user's own object (a parameter, a batch), not an alias
+
+SIDE = 32
+"""A further output with at most this part of the first one's elements is a side output, which stays where it is."""
+
+
+def least_output(outs: Sequence[Any]) -> int:
+    """Elements of the largest further output that would be a side output."""
+    return outs[0].numel() // SIDE if outs and isinstance(outs[0], Tensor) else 0
 
 
 class Op:

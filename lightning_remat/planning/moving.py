@@ -173,11 +173,18 @@ class MovingSimulator(Simulator):
         old = op.writes
         if old >= 0:
             self.may[old] = False
+            # What was asked for within the step is in the tape's table like any other content that has left.
+            pinned = old in self.pinned
+            self.dropped[old] = self.dropped[old] or pinned
             if op.droppable and self.drop[o] and self.dropped[old]:
                 self._leave_all(op.inputs)
             if self.resident[old]:
                 self._mark(_RELEASED, old)
                 self._out_of_window(old)
+            if pinned:
+                self.pinned.discard(old)
+                self.live += self.trace.nbytes[old]  # a copy, before it is written over
+                self._reach(self.live)
         self.passed += self.run_seconds[o]
         super()._forward(o)
         if self.move[o] and not (op.droppable and self.drop[o]):
@@ -229,8 +236,9 @@ class MovingSimulator(Simulator):
 
     def _exit(self) -> None:
         super()._exit()
-        for v in (*self.left, *self.pinned):
+        for v in self.left:
             self._settle(v)
+        self.pinned.clear()
 
     def _shown(self, v: int) -> bool:
         return super()._shown(v) or (self.inside and (self.resident[v] or v in self.pinned))

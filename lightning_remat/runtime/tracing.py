@@ -31,7 +31,7 @@ from lightning_remat.engine.planned import action_for, first_tensor
 from lightning_remat.engine.replay import Clock
 from lightning_remat.engine.rules import Rule, rule_for
 from lightning_remat.engine.store import alias
-from lightning_remat.engine.values import Blank, Op, Value
+from lightning_remat.engine.values import Blank, Op, Value, least_output
 from lightning_remat.planning.trace import EXIT, FREE, NEED, OTHER, RELEASE, RUN, SAVE, Event, Trace, TraceOp
 
 PROGRAM = 1
@@ -204,7 +204,10 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         found = []
         try:
             known = {weakref(t.untyped_storage()) for t in inputs}
-            for t in _tensors([out]):
+            small = least_output(out) if isinstance(out, (tuple, list)) else 0
+            for position, t in enumerate(_tensors([out])):
+                if position and t.numel() <= small:
+                    continue  # a side output, as of ops that can be dropped: nothing is decided about it
                 key = weakref(t.untyped_storage())
                 if key not in known and key not in self._values:
                     found.append(self._new(t, o))

@@ -103,3 +103,49 @@ class MemoryPlace:
 
     def close(self) -> None:
         self.closed = True
+
+
+class OutsideContent(MemoryContent):
+    """A content that is copied out of what PyTorch allocates."""
+
+    place: OutsidePlace
+
+    def finish_out(self) -> None:
+        if self._source is not None:
+            self._outside = self._source.numpy().copy()
+            self._source = None
+            self.place.traffic.bytes_out += self.nbytes
+
+    def begin_back(self, into: Tensor) -> None:
+        self.place.comes(into)
+        self._into = into
+
+    def finish_back(self) -> None:
+        into, self._into = self._into, None
+        assert into is not None
+        into.numpy()[:] = self._outside
+        self.place.traffic.bytes_in += self.nbytes
+
+
+class OutsidePlace(MemoryPlace):
+    """A place whose copies no allocator of PyTorch's knows of: for those who count memory.
+
+    Args:
+        most: bytes that it takes; None: any number.
+        comes: is shown the memory that a content is about to come back into.
+
+    Attributes:
+        sizes: of all contents, in the order in which they left.
+    """
+
+    def __init__(self, most: int | None = None, comes: Callable[[Tensor], object] = lambda into: None) -> None:
+        super().__init__(most)
+        self.comes = comes
+        self.sizes: list[int] = []
+
+    def take(self, source: Tensor) -> OutsideContent:
+        if self.most is not None and self.used_bytes + source.numel() > self.most:
+            self.traffic.refused += 1
+            raise OffloadError("there is no room")
+        self.sizes.append(source.numel())
+        return OutsideContent(self, source)

@@ -11,7 +11,6 @@ from torch import Tensor
 from lightning_remat.engine.actions import WRITE_ASK, WRITE_KEEP, Ask
 from lightning_remat.engine.generators import NoGenerator, RecordedState, state_before
 from lightning_remat.engine.leaving import Leaving, part_from
-from lightning_remat.engine.offload.moved import moved_of
 from lightning_remat.engine.plain import call_as_plain
 from lightning_remat.engine.rules import Rule, rule_for
 from lightning_remat.engine.sources import is_drawn
@@ -170,10 +169,8 @@ class Writes(Leaving):
         if self.eviction is not None:
             self._lose_source(key)
         value = self.dropped.get(key)
-        moved = moved_of(value)
-        if moved is not None:
-            moved.seal()  # whose version the storage will no longer have
         if value is not None:
+            part_from(value, target.untyped_storage())  # whose version is about to be another one
             if not value.flags & PACKED:
                 return func(*args, **kwargs)
             # What is saved from now on is as good as any: it must not be this value, so that is kept.

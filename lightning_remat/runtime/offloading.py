@@ -74,7 +74,9 @@ class Offloading:
         if self.mover is None or self._device != device:
             self.close()
             self._device = device
-            self.mover = Mover(self._place(device), self.option.least_bytes, self.option.in_flight_bytes, self._say)
+            self.mover = Mover(
+                self._place(device), self.option.least_bytes, self.option.in_flight_bytes, self._say, device
+            )
             self.mover.rebuild = WeakMethod(self.eviction.rebuild)
             self.eviction.mover = self.mover
             self._counted = Traffic()
@@ -130,6 +132,11 @@ class Offloading:
         self.counters.step_begins()
         mover.begin(order, window, ahead)
         mover.halted = self.given_up or self._without
+
+    @property
+    def moved_less(self) -> bool:
+        """Whether something stayed in the last step that would have left, had nothing gone wrong."""
+        return self.mover is not None and (self.mover.failed or self.mover.halted)
 
     def run_without(self, error: OffloadError) -> str:
         """A step lost what had left, and was undone: the next try moves nothing; how that is called."""

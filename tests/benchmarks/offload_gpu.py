@@ -211,6 +211,8 @@ def compare(bench: Bench, args: dict[str, Any], shares: list[float], rounds: int
     peaks = {way.name: bench.peak(way) for way in ways}
     times = timed(bench, ways, rounds, args["in_a_row"])
     copies = {way.name: bench.traced(way, traces) for way in ways if way.offloads}
+    for way in ways:
+        way.close()
     base = statistics.median(times[PLAIN_WAY.name])
     rows = [
         {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ class Way(Variant):
     ours: bool = False
     needs_steps: int = 1
     """Until it runs as it will from then on."""
+    close: Callable[[], None] = lambda: None
+    """Gives back what it holds."""
 
 
 PLAIN_WAY = Way(name=PLAIN.name)
@@ -77,13 +79,15 @@ def ours(policy: str, place: str | None = None, limits: dict[str, int] | None = 
     engine = Remat(policy=policy, **options)
     name = f"remat {policy}" + (f", {place}" if place else "")
     steps = 4 if policy == "auto" else 2
-    return Way(name=name, around=lambda: engine, offloads=place is not None, ours=True, needs_steps=steps)
+    return Way(
+        name=name, around=lambda: engine, offloads=place is not None, ours=True, needs_steps=steps, close=engine.close
+    )
 
 
 def _planned(words: str, budget: int, place: str | None, limits: dict[str, int]) -> list[Way]:
     way = ours("auto", place, limits, budget=budget)
     name = f"remat auto {words}" + (f", {place}" if place else "")
-    return [Way(name=name, around=way.around, offloads=way.offloads, ours=True, needs_steps=way.needs_steps)]
+    return [replace(way, name=name)]
 
 
 def _save_on_cpu(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:

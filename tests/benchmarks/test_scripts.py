@@ -233,5 +233,7 @@ def test_offload_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     rows = {row["variant"]: row for row in written["policies"]}
     assert rows["offload_only"]["peak_bytes"] < rows["plain"]["peak_bytes"]
     assert 0 < rows["offload_only"]["bytes_out"] <= rows["offload_only"]["file_bytes"]
+    # Not which is faster: each has its own trace, whose times are those of a busy machine.
     without, with_disk = written["budgets"]
-    assert with_disk["extra_s"] <= without["extra_s"]
+    assert without["moved_bytes"] == 0 <= with_disk["moved_bytes"]
+    assert with_disk["peak_bytes"] <= with_disk["predicted_bytes"]

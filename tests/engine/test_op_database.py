@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -38,6 +39,20 @@ def thorough() -> Runner:
     return Runner()
 
 
+@pytest.fixture(scope="module")
+def moving() -> Iterator[Runner]:
+    runner = Runner(both=False, moving=True)
+    yield runner
+    runner.close()
+
+
+@pytest.fixture(scope="module")
+def moving_all() -> Iterator[Runner]:
+    runner = Runner(moving=True)
+    yield runner
+    runner.close()
+
+
 def hold(finding: Finding) -> None:
     assert not finding.problems, "\n".join(finding.problems)
     assert not finding.idle, f"nothing was replayed in {finding.idle}"
@@ -50,6 +65,25 @@ def test_an_op_with_everything_dropped_gives_the_bits_of_plain_pytorch(
 ) -> None:
     """As a function, in place, and in place on a view of a dropped tensor whose base lives on."""
     hold(sampling.check(op, dtype, limit=2))
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype"),
+    [p for p in SUITE if not p.values[1].is_complex or str(p.id).startswith(("linalg.", "conj", "view_as", "imag"))],
+)
+def test_an_op_whose_arguments_have_left_gives_the_bits_of_plain_pytorch(
+    op: OpInfo, dtype: torch.dtype, moving: Runner
+) -> None:
+    """All that autograd saves leaves for a disk, or the op is computed again from arguments that come back."""
+    finding = moving.check(op, dtype, limit=1)
+    assert not finding.problems, "\n".join(finding.problems)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("op", "dtype"), [pytest.param(*p, id=i) for p, i in zip(OPS, IDS, strict=True)])
+def test_every_sample_of_an_op_whose_arguments_have_left(op: OpInfo, dtype: torch.dtype, moving_all: Runner) -> None:
+    finding = moving_all.check(op, dtype, variants=VARIANTS)
+    assert not finding.problems, "\n".join(finding.problems)
 
 
 @pytest.mark.slow

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from lightning_remat.engine.offload.place import Content
-from lightning_remat.engine.values import OWNED, Op, Value, from_storage, geometry_of
-from lightning_remat.errors import MODIFIED, OffloadError
+from lightning_remat.engine.values import OWNED, PACKED, Op, Value, from_storage, geometry_of
+from lightning_remat.errors import MODIFIED, OffloadError, ReplayError
 
 _LOST = (
     "Nor can it be computed again: what random and in-place operations have made cannot, nor what was made from what "
@@ -121,6 +121,10 @@ class Moved:
         self.content.begin_back(into)
         self.coming = into
 
+    def was_changed(self) -> bool:
+        """Whether it was changed in place before it had left, where the tape could not see it."""
+        return self.spoiled or (self.resident is not None and self.resident._version != self.version)
+
     def fetch(self) -> tuple[Tensor, bool]:
         """The content, and whether its memory belongs to whoever asked; may be asked again.
 
@@ -129,11 +133,10 @@ class Moved:
                 nothing has changed.
             OffloadError: it cannot be had back.
         """
-        resident = self.resident
-        if self.spoiled or (resident is not None and resident._version != self.version):
+        if self.was_changed():
             raise RuntimeError(MODIFIED)
-        if resident is not None:
-            return resident, False
+        if self.resident is not None:
+            return self.resident, False
         if self.coming is None:
             self.begin_back()
         else:
@@ -158,6 +161,7 @@ def bring_back(op: Op) -> None:
 
     Raises:
         RuntimeError, OffloadError: see :meth:`Moved.fetch`; where its recipe is known, it is computed again instead.
+        ReplayError: it was changed where plain PyTorch may do that, since autograd has not saved it.
     """
     try:
         fetch(op)
@@ -171,13 +175,19 @@ def fetch(op: Op) -> None:
     """The same, and nothing is computed again.
 
     Raises:
-        RuntimeError, OffloadError: see :meth:`Moved.fetch`.
+        RuntimeError, OffloadError, ReplayError: as :func:`bring_back` does.
     """
     moved: Moved = op.func
     value: Value | None = op.outs[0][1]()
     if value is None or value.tensor is not None:
         return
     moved.mover.fetched(moved)
+    if not value.flags & PACKED and moved.was_changed():
+        raise ReplayError(
+            f"a tensor of shape {tuple(moved.geometry[0])} from which dropped values are recomputed was changed in "
+            "place between forward and backward, outside the recorded step, while it was leaving the device. Run that "
+            "change inside the step (under the same Remat context), or keep these values: policy='offload_only'."
+        )
     tensor, owned = moved.fetch()
     value.tensor = tensor
     value.geometry = moved.geometry

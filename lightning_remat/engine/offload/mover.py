@@ -43,6 +43,7 @@ class Mover:
         min_bytes: what is smaller stays.
         in_flight: bytes of the window, and of what is read ahead; None: twice the largest content so far.
         say: called with a topic and a sentence, where something did not work.
+        device: from which they leave; contents of others stay. None: from any.
 
     Attributes:
         window, ahead: the two bounds, in bytes.
@@ -60,7 +61,9 @@ class Mover:
         min_bytes: int,
         in_flight: int | None = None,
         say: Callable[[str, str], None] = lambda topic, text: None,
+        device: torch.device | None = None,
     ) -> None:
+        self.device = device
         self.place = place
         self.min_bytes = min_bytes
         self.in_flight = in_flight
@@ -120,7 +123,7 @@ class Mover:
         """
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
-        if nbytes < self.min_bytes or self.halted or not nbytes:
+        if nbytes < self.min_bytes or self.halted or not nbytes or self.device not in (None, tensor.device):
             return None
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (nbytes,), (1,))
         try:

@@ -86,6 +86,7 @@ class Pilot(Relief):
         self._say = Once("policy='auto'")
         super().__init__(budget, margin, counters if counters is not None else Counters(), self._say)
         self.recompute = recompute
+        self.offloading = offloading
         self.chooser.recompute = recompute
         if offloading is not None:
             self.chooser.transfer = partial(_transfer, offloading, self._roots)
@@ -317,6 +318,8 @@ class Pilot(Relief):
             self._short["lean"] = 0
             if missing:
                 self.chooser.pressure(active, missing, device_of(self._roots))
+            elif measuring is not None and self.offloading is not None and self.offloading.moved_less:
+                active.tries = max(active.tries, 1)  # something could not leave: that says nothing of the plan
             elif measuring is not None:
                 self.chooser.compare(active, measuring)
             elif self.clock.replayed_ops or active.keeps_all:

@@ -11,8 +11,8 @@ from torch import Tensor
 from lightning_remat.engine.offload.moved import Moved, fetch_op
 from lightning_remat.engine.offload.mover import LEAST_WINDOW, Mover
 from lightning_remat.engine.replay import run
-from lightning_remat.engine.values import OWNED, Value
-from lightning_remat.errors import OffloadError
+from lightning_remat.engine.values import OWNED, PACKED, Value
+from lightning_remat.errors import OffloadError, ReplayError
 from tests.helpers.places import MemoryPlace
 
 N = 100  # bytes of a content
@@ -232,6 +232,9 @@ def test_a_write_that_nobody_saw_is_refused() -> None:
     tensor = content()
     first = value_of(leave(mover, tensor))
     tensor.add_(1)
+    with pytest.raises(ReplayError, match="changed in place"):
+        run(first.op)  # only a replay reads it, which PyTorch knows nothing of
+    first.flags |= PACKED
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         run(first.op)
     second = leave(mover, content())

@@ -31,7 +31,7 @@ from tests.helpers.plans import BUDGET, Run, trace_of
 from tests.helpers.zoo import CASES
 
 SHARES = tuple(round(0.95 - 0.08 * i, 2) for i in range(10))  # of the plain step's peak
-WINDOW = 0.04  # of the same, and as much ahead
+IN_FLIGHT = 2  # of the largest contents, in each direction, or less where the planner finds that better
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +81,14 @@ def halves(trace: Trace) -> tuple[float, float]:
 def place(trace: Trace, plain: int, speed: float) -> Transfer:
     """A place of so many plain peaks per forward pass."""
     pace = speed * plain / halves(trace)[0]
-    aside = int(WINDOW * plain)
+    aside = IN_FLIGHT * max(trace.nbytes)
     return Transfer(
-        out_bytes_per_second=pace, in_bytes_per_second=pace, min_bytes=4096, window_bytes=aside, ahead_bytes=aside
+        out_bytes_per_second=pace,
+        in_bytes_per_second=pace,
+        min_bytes=4096,
+        window_bytes=aside,
+        ahead_bytes=aside,
+        adjustable=True,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -16,10 +17,10 @@ from lightning_remat.planning.plan import Candidate, judged
 from lightning_remat.planning.planner import Planner, plan
 from lightning_remat.planning.trace import Trace
 from lightning_remat.planning.transfer import Transfer
-from tests.planning.small_models import MODELS, transformer
+from tests.planning.small_models import MODELS, cnn, lstm, transformer, unet
 from tests.planning.small_traces import random_trace
 
-SHARES = (0.9, 0.7, 0.5, 0.3)
+SHARES = tuple(round(0.95 - 0.08 * i, 2) for i in range(10))
 CLOSE = 1.05
 
 
@@ -32,15 +33,28 @@ def place(trace: Trace, speed: float, **others: float) -> Transfer:
     )
 
 
+SMALL: dict[str, Callable[[], Trace]] = {
+    "transformer": lambda: transformer(blocks=1),
+    "cnn": lambda: cnn(blocks=1),
+    "unet": lambda: unet(levels=1),
+    "lstm": lambda: lstm(steps=3),
+}
+
+
 @cache
 def trace_of(name: str) -> Trace:
     return MODELS[name]()
 
 
 @cache
-def without(name: str, share: float) -> Candidate | None:
-    planner = Planner(trace_of(name))
-    return attempt(planner, share)
+def small(name: str) -> Trace:
+    return SMALL[name]()
+
+
+@cache
+def without(name: str) -> tuple[Candidate | None, ...]:
+    planner = Planner(small(name))
+    return tuple(attempt(planner, share) for share in SHARES)
 
 
 def attempt(planner: Planner, share: float) -> Candidate | None:
@@ -50,29 +64,51 @@ def attempt(planner: Planner, share: float) -> Candidate | None:
     except BudgetError:
         return None
     assert chosen.peak_bytes <= budget
-    again = judged(planner.trace, chosen.drop, chosen.move, planner.transfer)
+    again = judged(planner.trace, chosen.drop, chosen.move, chosen.transfer)
     assert replace(again, move=chosen.move) == chosen
     return chosen
 
 
-@pytest.mark.parametrize("speed", [0.1, 1.0, 100.0])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("speed", [0.001, 0.1, 1.0])
+@pytest.mark.parametrize("name", SMALL)
 def test_never_slower_than_without(name: str, speed: float) -> None:
-    planner = Planner(trace_of(name), place(trace_of(name), speed))
-    for share in SHARES:
-        base, found = without(name, share), attempt(planner, share)
+    """At any of ten budgets, nor larger: with a place as slow as can be, and with one that hides what it takes."""
+    trace = small(name)
+    largest = max(trace.nbytes)
+    bounds = {"window_bytes": 2 * largest, "ahead_bytes": 2 * largest, "adjustable": True}
+    planner = Planner(trace, replace(place(trace, speed), **bounds))
+    for share, base in zip(SHARES, without(name), strict=True):
+        found = attempt(planner, share)
         assert base is None or found is not None, "what fits without moves fits"
         if base is not None and found is not None:
             assert found.extra_seconds <= base.extra_seconds
             assert not any(d and m for d, m in zip(found.drop, found.move, strict=False))
+            # The price of waiting is as high as can be: what fits without it does without.
+            assert speed >= 0.01 or not found.moves
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_slow_place_is_left_alone(name: str) -> None:
-    """Where a plan fits without it."""
-    trace = trace_of(name)
-    found = attempt(Planner(trace, place(trace, 1e-6)), 0.75)
-    assert found is None or without(name, 0.75) is None or not found.moves
+def test_what_is_in_flight_is_chosen() -> None:
+    """Little where room is short, much where transfers have to hide; the plan says how much its figures are for."""
+    trace = trace_of("transformer")
+    largest = max(trace.nbytes)
+    given = replace(place(trace, 1.0), window_bytes=2 * largest, ahead_bytes=2 * largest)
+    planner = Planner(trace, replace(given, adjustable=True))
+    tight = planner.result(planner.smallest().peak_bytes)
+    assert tight.chosen.moves
+    assert tight.transfer == replace(given, window_bytes=0, ahead_bytes=0)
+    assert planner.smallest().peak_bytes < Planner(trace, given).smallest().peak_bytes
+    easy = planner.result(int(0.9 * planner.plain.peak_bytes))
+    assert (easy.transfer, easy.chosen.extra_seconds) == (given, 0)
+    for c in (*tight.front, *easy.front):
+        assert replace(judged(trace, c.drop, c.move, c.transfer), move=c.move) == c
+
+
+def test_what_is_in_flight_stays_where_it_is_given() -> None:
+    trace = transformer(blocks=1)
+    given = replace(place(trace, 1.0), window_bytes=1000, ahead_bytes=2000)
+    assert given.choices() == [given]
+    front = Planner(trace, given).front(3)
+    assert {c.transfer for c in front} == {given, None}
 
 
 def test_a_fast_place_for_nothing_takes_it_all() -> None:
@@ -98,7 +134,8 @@ def test_a_place_that_costs_processor_time_takes_what_is_dear_to_run_again() -> 
     for op, drop, move in zip(trace.ops, found.drop, found.move, strict=True):
         dear = op.name in ("linear", "attention")
         assert not (drop and dear)
-        assert not (move and op.droppable and not dear)
+        # Of the cheap ones, only sums of the residual stream: to make one again takes the one before, or a dear one.
+        assert not (move and op.droppable and not dear and op.name != "add")
 
 
 @pytest.mark.parametrize("name", ["transformer", "cnn", "unet"])

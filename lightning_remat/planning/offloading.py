@@ -106,7 +106,7 @@ class Offloading:
             flags = drop.tolist(), move.tolist()
             if move.any():
                 run = MovingSimulator(self.trace, *flags, self.transfer, self.moves.paces).run()
-                found = candidate_of(*flags, run)
+                found = candidate_of(*flags, run, self.transfer)
             else:
                 found = judged(self.trace, flags[0])
             if found.moves:
@@ -147,6 +147,28 @@ class Offloading:
         self._fill(budget, known)
         if not rough:
             self._descend(budget, known)
+        return self.best(budget)
+
+    def refine(
+        self, budget: int, known: Iterable[Candidate], others: Iterable[Candidate], share: float
+    ) -> Candidate | None:
+        """After a rough search, the rest of it.
+
+        Args:
+            budget: bytes.
+            known: plans without moves.
+            others: plans that were found for other bounds.
+            share: of the work that is allowed for one budget.
+        """
+        if not self.moves.can.any():
+            return None
+        self.budget = budget
+        self.left = int(share * self.most)
+        for other in others:
+            self.judge(np.asarray(other.drop, dtype=bool), np.asarray(other.move, dtype=bool))
+        known = list(known)
+        self._fill(budget, known)
+        self._descend(budget, known)
         return self.best(budget)
 
     def smallest(self, known: Sequence[Candidate]) -> Candidate | None:

@@ -22,6 +22,7 @@ class Candidate:
             What is dropped does not move.
         waited_seconds: the part of ``extra_seconds`` in which the step stands still for transfers.
         moved_bytes: bytes of all contents that leave in a step.
+        transfer: where they move to, with the bounds that the figures hold for; None: nothing moves.
     """
 
     drop: tuple[bool, ...]
@@ -30,6 +31,7 @@ class Candidate:
     move: tuple[bool, ...] = ()
     waited_seconds: float = 0.0
     moved_bytes: int = 0
+    transfer: Transfer | None = None
 
     @property
     def moves(self) -> bool:
@@ -49,7 +51,7 @@ class PlanResult:
         front: candidates of which none is better than another in both peak and time, by rising peak. The chosen one is
             among them.
         plain: everything kept.
-        transfer: the place that contents move to; None: nothing moves.
+        transfer: the place that contents move to; None: nothing moves. If the chosen plan moves anything, its own.
     """
 
     trace: Trace
@@ -59,6 +61,10 @@ class PlanResult:
     front: tuple[Candidate, ...]
     plain: Candidate
     transfer: Transfer | None = None
+
+    def __post_init__(self) -> None:
+        if self.chosen.transfer is not None:
+            object.__setattr__(self, "transfer", self.chosen.transfer)
 
     @property
     def smallest(self) -> Candidate:
@@ -82,9 +88,11 @@ def judged(
     found = simulate(trace, drop, False, move, transfer)
     if not any(move):
         return Candidate(tuple(drop), found.peak, found.extra_seconds)
-    return candidate_of(drop, move, found)
+    assert transfer is not None  # or the simulator would have refused
+    return candidate_of(drop, move, found, transfer)
 
 
-def candidate_of(drop: Sequence[bool], move: Sequence[bool], found: Simulation) -> Candidate:
-    """A plan that was simulated."""
-    return Candidate(tuple(drop), found.peak, found.extra_seconds, tuple(move), found.waited_seconds, found.moved_bytes)
+def candidate_of(drop: Sequence[bool], move: Sequence[bool], found: Simulation, transfer: Transfer) -> Candidate:
+    """A plan with moves that was simulated."""
+    waited, moved = found.waited_seconds, found.moved_bytes
+    return Candidate(tuple(drop), found.peak, found.extra_seconds, tuple(move), waited, moved, transfer)

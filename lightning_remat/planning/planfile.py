@@ -66,7 +66,7 @@ class PlanFile:
     @classmethod
     def of(cls, result: PlanResult) -> PlanFile:
         """The file for a plan."""
-        trace, transfer = result.trace, result.transfer
+        trace, transfer = result.trace, result.chosen.transfer or result.smallest.transfer or result.transfer
         moves = transfer is not None and (result.chosen.moves or result.smallest.moves)
         return cls(
             sequence=trace.sequence,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from math import inf
 
 from lightning_remat.errors import BudgetError
 from lightning_remat.planning.offloading import Offloading
@@ -25,6 +26,7 @@ _WORK = 700_000  # events to simulate in polishing: little beside what a plan is
 _SEEDS = 64  # plans from which polishing begins
 _LARGE = 500  # simulations; if there are fewer, the trace is large
 _AROUND_LARGE = (0.97, 1.03)
+_REFINED = (0.6, 0.3, 0.3)  # of the work for one budget, to the most promising choice of what is in flight, and so on
 _LARGER = 8  # plans for larger budgets, to which moves are added
 _AROUND = (0.9, 0.94, 0.97, 1.0, 1.03, 1.06, 1.1)  # budgets for these, to the budget that was asked for
 
@@ -55,9 +57,9 @@ class Planner:
         self._pricing = Pricing(layout, self.judge)
         self._polish = Polish(trace, layout.graph)
         self.tried: dict[tuple[bool, ...], Candidate] = {self.plain.drop: self.plain}
-        self._offloading = (
-            None if transfer is None else Offloading(trace, self._pricing, self._polish, transfer, recompute)
-        )
+        # One for each choice of what may be in flight; all share what is known without moves.
+        choices = transfer.choices() if transfer is not None else []
+        self._offloading = [Offloading(trace, self._pricing, self._polish, choice, recompute) for choice in choices]
 
     @cached_property
     def search(self) -> Search:
@@ -80,7 +82,7 @@ class Planner:
         if self.recompute:
             self._rough_smallest()
         # Once the smallest peak has been looked for, nothing below it is looked for again.
-        sought = self._sought if self._offloading is None else self._moves_sought
+        sought = self._moves_sought if self._offloading else self._sought
         hopeless = sought and budget_bytes - static_bytes < self.smallest().peak_bytes
         chosen = None if hopeless else self.within(budget_bytes - static_bytes)
         if chosen is None:
@@ -99,7 +101,7 @@ class Planner:
         smallest = self.smallest()
         need = static + smallest.peak_bytes
         makeup = [f"{name} {format_bytes(size)}" for name, size in (parts or {"static memory": static}).items() if size]
-        peak_event = simulate(self.trace, smallest.drop, False, smallest.move, self.transfer).peak_event
+        peak_event = simulate(self.trace, smallest.drop, False, smallest.move, smallest.transfer).peak_event
         others = sum(net for kind, _, net in self.trace.events[:peak_event] if kind == OTHER)
         kind, top, _ = self.trace.events[peak_event] if self.trace.events else (OTHER, 0, 0)
         others = max(0, others + (max(0, top) if kind == OTHER else 0))
@@ -134,13 +136,33 @@ class Planner:
         if self.plain.peak_bytes <= budget:
             return self.plain
         # Once the smallest peak of all has been looked for, nothing below it is looked for again.
-        hopeless = self._moves_sought and budget < self._least_tried().peak_bytes
-        best = self._without_moves(budget, rough) if self.recompute and not hopeless else None
-        if self._offloading is not None:
-            self._offloading.within(budget, self._around(budget), rough)
-            if best is None and self._offloading.best(budget) is None:
+        hopeless = self._moves_sought and budget < self.smallest().peak_bytes
+        out_of_reach = self._moves_sought and budget < self._least_tried().peak_bytes
+        best = self._without_moves(budget, rough) if self.recompute and not out_of_reach else None
+        if self._offloading and not hopeless:
+            self._with_moves(budget, rough)
+            if best is None and all(each.best(budget) is None for each in self._offloading):
                 self.smallest()
         return self._best(budget)
+
+    def _with_moves(self, budget: int, rough: bool) -> None:
+        """Try plans with moves: with several bounds for what is in flight, a little for each, and more for the best."""
+        known = self._around(budget)
+        if len(self._offloading) == 1:
+            self._offloading[0].within(budget, known, rough)
+            return
+        promise: list[tuple[float, float, int]] = []
+        for number, each in enumerate(self._offloading):
+            best = each.within(budget, known, rough=True)
+            least = each.least()
+            promise.append((best.extra_seconds if best else inf, least.peak_bytes if least else inf, number))
+        for share, (_, _, number) in zip(_REFINED if not rough else (), sorted(promise), strict=False):
+            best_of_all = self._best(budget)
+            if best_of_all is not None and not best_of_all.extra_seconds:
+                break
+            chosen = self._offloading[number]
+            others = [each.best(budget) or each.least() for each in self._offloading if each is not chosen]
+            chosen.refine(budget, known, [c for c in others if c is not None], share)
 
     def _around(self, budget: int) -> list[Candidate]:
         """Plans without moves for this and larger budgets: what moves may be added to."""
@@ -201,7 +223,7 @@ class Planner:
         return min(fitting, key=lambda c: (c.extra_seconds, c.peak_bytes), default=None)
 
     def _all(self) -> list[Candidate]:
-        return [*self.tried.values(), *(self._offloading.tried.values() if self._offloading is not None else ())]
+        return [*self.tried.values(), *(c for each in self._offloading for c in each.tried.values())]
 
     def _best(self, budget: int) -> Candidate | None:
         """Of all plans that fit; one without moves, if it is as good."""
@@ -212,9 +234,9 @@ class Planner:
         """The plan with the smallest peak that was found."""
         if self.recompute:
             self._smallest_without_moves()
-        if self._offloading is not None and not self._moves_sought:
+        if self._offloading and not self._moves_sought:
             self._moves_sought = True
-            self._offloading.smallest(list(self.tried.values()))
+            self._offloading[-1].smallest(list(self.tried.values()))  # the less in flight, the smaller
         return min(self._all(), key=lambda c: (c.peak_bytes, c.extra_seconds))
 
     def _smallest_without_moves(self) -> Candidate:

@@ -82,7 +82,7 @@ class MovePricing:
                 run = simulator.run()
                 when = simulator.when
                 if move.any():
-                    self.found(candidate_of(drop.tolist(), move.tolist(), run))
+                    self.found(candidate_of(drop.tolist(), move.tolist(), run, self.moves.transfer))
                 if run.peak <= budget:
                     prices *= 1 - 0.3 * step
                     step *= 0.9

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +21,7 @@ class Transfer:
         window_bytes: contents that have left stay on the device, first in first out, up to so many bytes.
         ahead_bytes: contents that come back before they are asked for, at most so many bytes, or one content.
         cap_bytes: what may be at the place at once; None: no limit. What has no room there stays on the device.
+        adjustable: the planner may choose smaller bounds than ``window_bytes`` and ``ahead_bytes``.
     """
 
     out_bytes_per_second: float
@@ -31,6 +32,7 @@ class Transfer:
     window_bytes: int = 0
     ahead_bytes: int = 0
     cap_bytes: int | None = None
+    adjustable: bool = False
 
     def __post_init__(self) -> None:
         speeds = ("out_bytes_per_second", "in_bytes_per_second")
@@ -49,6 +51,16 @@ class Transfer:
                 raise ValueError(f"{name}={value!r} must be a whole number of bytes")
             if value is not None and value < 0:
                 raise ValueError(f"{name}={value!r} must be 0 or more")
+        if not isinstance(self.adjustable, bool):
+            raise ValueError(f"adjustable={self.adjustable!r} must be True or False")
+
+    def choices(self) -> list[Transfer]:
+        """The same with the bounds that the planner may choose, the largest first."""
+        bounds = (self.window_bytes, self.ahead_bytes)
+        if not (self.adjustable and any(bounds)):
+            return [self]
+        sizes = [bounds, (bounds[0] // 2, bounds[1] // 2), (0, 0)]
+        return [replace(self, window_bytes=w, ahead_bytes=a, adjustable=False) for w, a in sizes]
 
     def out_seconds(self, nbytes: int) -> float:
         """How long a content takes on its way out."""

@@ -193,6 +193,7 @@ class Offloading:
             window_bytes=bound,
             ahead_bytes=bound,
             cap_bytes=self._cap,
+            adjustable=in_flight is None,
         )
 
     def _measured(self, place: Place, device: torch.device) -> Bandwidth:

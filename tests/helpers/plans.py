@@ -6,7 +6,7 @@ import copy
 import random
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import process_time
 from typing import Any
 
@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from lightning_remat import Remat
 from lightning_remat.engine.planned import script_for
 from lightning_remat.engine.verify import same_bits
+from lightning_remat.planning.moving import fetch_order
 from lightning_remat.planning.simulator import Simulator, simulate
 from lightning_remat.planning.trace import Trace
+from lightning_remat.planning.transfer import Transfer
 from lightning_remat.runtime.memory import measure_peak
 from lightning_remat.runtime.static import static_parts
 from tests.helpers.zoo import Batch, loss_of
@@ -117,20 +119,27 @@ class Expected:
         plain.model.load_state_dict(state)
         return expected
 
-    def under(self, run: Run, drop: Sequence[bool]) -> tuple[int, list[str]]:
+    def under(
+        self, run: Run, drop: Sequence[bool], move: Sequence[bool] = (), transfer: Transfer | None = None
+    ) -> tuple[int, list[str]]:
         """Run it under a plan; returns its measured peak, and the names of what differs."""
         run.model.load_state_dict(self.state)
-        follow(run.remat, drop)
+        follow(run.remat, drop, move, transfer)
         peak = run.measured(self.seed)
         wrong = differences(self.left, run.left())
         run.forget()
         return peak, wrong
 
 
-def follow(remat: Remat | None, drop: Sequence[bool]) -> None:
+def follow(
+    remat: Remat | None, drop: Sequence[bool], move: Sequence[bool] = (), transfer: Transfer | None = None
+) -> None:
     """Make an engine that has traced a step, and planned for it, follow another plan from now on."""
     known = _known(remat)
-    known.script = script_for(known.functions, [op.size for op in known.trace.ops], drop)
+    known.script = script_for(known.functions, [op.size for op in known.trace.ops], drop, move)
+    known.result = replace(known.result, transfer=transfer)
+    known.transfer = transfer
+    known.order = fetch_order(known.trace, drop, move, transfer) if transfer is not None else []
 
 
 def trace_of(remat: Remat | None) -> Trace:
@@ -163,8 +172,8 @@ def random_plan(trace: Trace, generator: random.Random) -> list[bool]:
 class Traced:
     """A model of which one step has been traced, and which is ready for steps under any plan."""
 
-    def __init__(self, model: nn.Module, batch: Batch) -> None:
-        self.run = Run(copy.deepcopy(model), batch, Remat(policy="auto", budget=BUDGET))
+    def __init__(self, model: nn.Module, batch: Batch, **options: Any) -> None:
+        self.run = Run(copy.deepcopy(model), batch, Remat(policy="auto", budget=BUDGET, **options))
         pilot: Any = self.run.remat._pilot
         torch.manual_seed(1)
         self.run.forward_backward()

@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_remat.engine.rules import Rule, rule_for
+from lightning_remat.engine.values import least_output
 from lightning_remat.planning.fake.kernels import output_bytes, scratch_bytes, sums_gradients
 from lightning_remat.planning.fake.known import call_known
 from lightning_remat.planning.fake.roofline import seconds_for, speed_of, tensors_of
 from lightning_remat.planning.trace import EXIT, FREE, NEED, NEVER, OTHER, RELEASE, RUN, SAVE, Trace, TraceOp
 
 _next_number = torch._C._autograd._get_sequence_nr
-_SIDE = 32  # as in engine/tape.py: an output with at most this part of the first one's elements is kept
 _STATE_BYTES = {"cpu": 5056}  # of a recorded generator state; on accelerators it is a seed and an offset
 _STATE_BYTES_ELSEWHERE = 16
 _SIMPLE = (
@@ -202,7 +202,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __in
             values = self._droppable(rule, args, kwargs, out, made)
             droppable = bool(values)
             if not droppable:
-                values = list(dict.fromkeys(storage for _, storage in made))
+                values = list(dict.fromkeys(_without_sides(out, made)))
         if droppable and target is not None and _fills(rule, args[0], target):
             inputs = [t for t in inputs if t is not args[0]]
         read = []
@@ -242,7 +242,6 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __in
         self, rule: Rule, args: Any, kwargs: dict[str, Any], out: Any, made: list[tuple[int, _Storage]]
     ) -> list[_Storage]:
         """Which of its results the tape can drop: what Tape._record and Tape._make_several decide is decided here."""
-        outs = out if isinstance(out, (tuple, list)) else (out,)
         if rule.kind in ("fixed", "factory") or not _describable((args, kwargs)):
             return []
         if rule.transfers and kwargs.get("device") not in (None, args[0].device):
@@ -251,8 +250,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __in
             return []
         if len({id(storage) for _, storage in made}) < len(made):
             return []  # one value cannot stand for two outputs
-        small = outs[0].numel() // _SIDE if made and isinstance(outs[0], Tensor) else 0
-        return [s for position, s in made if position == 0 or s.nbytes // outs[position].element_size() > small]
+        return _without_sides(out, made)
 
     def _target(self, rule: Rule, args: Any, kwargs: dict[str, Any]) -> tuple[_Storage | None, bool]:
         """The value's storage that an op writes, and whether the tape can drop its new content; see Writes._write."""
@@ -365,3 +363,10 @@ def _fills(rule: Rule, target: Tensor, storage: _Storage) -> bool:
 
 def _given(args: Any, position: int) -> bool:
     return position < len(args) and bool(args[position])
+
+
+def _without_sides(out: Any, made: list[tuple[int, _Storage]]) -> list[_Storage]:
+    """Results of an op that a plan decides about; side outputs stay where they are."""
+    outs = out if isinstance(out, (tuple, list)) else (out,)
+    small = least_output(outs) if made else 0
+    return [s for position, s in made if position == 0 or s.nbytes // outs[position].element_size() > small]

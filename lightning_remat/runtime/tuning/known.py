@@ -113,8 +113,13 @@ class Known:
         A search takes long in the middle of a step, and many a shape comes up once or twice only.
         """
         plain = judged(self.trace, (False,) * len(self.trace.ops))
-        known = [(d, m) for d, m in self.like if self.transfer is not None or not any(m)]
-        tried = pareto([*[judged(self.trace, drop, move, self.transfer) for drop, move in known], plain])
+        choices = self.transfer.choices() if self.transfer is not None else []
+        known = [
+            judged(self.trace, drop, move, choice)
+            for drop, move in self.like
+            for choice in (choices if any(move) else [None])
+        ]
+        tried = pareto([*known, plain])
         fitting = [c for c in tried if static + c.peak_bytes <= budget]
         if not self.like or not fitting:
             return None

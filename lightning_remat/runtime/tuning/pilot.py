@@ -120,7 +120,10 @@ class Pilot(Relief):
     def moves(self) -> tuple[list[int] | None, int | None, int | None]:
         """Of the step that has begun: the order in which contents come back, the window, and what is read ahead."""
         active = self._active
-        transfer = active.result.transfer if active is not None and active.result is not None else None
+        result = active.result if active is not None else None
+        transfer = result.transfer if result is not None else None
+        if self._how == "lean" and result is not None:
+            transfer = result.smallest.transfer or transfer
         if active is None or transfer is None:
             return None, None, None
         return active.order if self._how == "plan" else None, transfer.window_bytes, transfer.ahead_bytes

@@ -430,6 +430,8 @@ def test_a_training_is_that_of_plain_pytorch(name: str, policy: Any, offload: Of
     remat.close()
 
 
+# PyTorch keeps it for the whole process, and dispatch modes of two threads that end crosswise leave it set.
+@pytest.mark.allow_leak("dispatch mode flags")
 def test_two_engines_on_two_threads() -> None:
     got: dict[int, list[Tensor]] = {}
     barrier = threading.Barrier(2)

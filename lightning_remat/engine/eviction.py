@@ -247,6 +247,7 @@ class Eviction:
             return False
         if value is None:
             value = Value()
+            value.op = value.tensor = value.version = None
             value.flags = 0
             value.source = source
             source.value = weakref(value)

@@ -14,17 +14,16 @@ from torch import Tensor
 
 from lightning_remat.engine.offload.moved import fetch_op, moved_of
 from lightning_remat.engine.offload.mover import Mover
-from lightning_remat.engine.rules import rule_for
+from lightning_remat.engine.rules import COLLECTIVES, rule_for
 from lightning_remat.engine.sources import Sources
 from lightning_remat.engine.store import alias, forgetter
 from lightning_remat.engine.values import SPLIT, Value, least_output, storage_copy
 
 _STRIDED = torch.strided
 _NoModes = torch._C._DisableTorchDispatch
-# Not what is uninitialised: autograd may save it before an op fills it (the noise of rrelu), or foreign code does.
+# Not what is uninitialised or made from nothing: autograd may save it before an op fills it (the noise of rrelu), or
+# code that nobody sees does.
 _ORDINARY = frozenset({"pure", "write"})
-# What they write may be still to come when they have returned.
-_COLLECTIVES = ("c10d.", "_c10d_functional.", "_c10d_functional_autograd.")
 
 
 class Leaving(Sources):
@@ -62,7 +61,8 @@ class Leaving(Sources):
         may = self._may.get(id(func))
         if may is None:
             rule = rule_for(func)
-            may = self._may[id(func)] = rule.form in _ORDINARY and not rule.name.startswith(_COLLECTIVES)
+            foreign = rule.kind == "factory" or rule.name.startswith(COLLECTIVES)
+            may = self._may[id(func)] = rule.form in _ORDINARY and not foreign
         if not may:
             return
         leaving = self.leaving

@@ -62,6 +62,9 @@ _FACTORIES = _aten(
 # In-place ops after which the old content of the written tensor no longer matters.
 FILLS = _aten("bernoulli_ uniform_ normal_ random_ exponential_ geometric_ log_normal_ cauchy_ fill_ zero_ copy_")
 
+COLLECTIVES = ("c10d.", "_c10d_functional.", "_c10d_functional_autograd.")
+"""How names of ops begin whose results may be still on their way when they have returned."""
+
 # Dear to run again: matrix products, convolutions, attention, recurrent kernels, factorisations, transforms, sorting.
 _EXPENSIVE = _aten(
     "mm addmm bmm baddbmm addbmm addmv mv dot vdot addr _addmm_activation _scaled_mm _grouped_mm _int_mm "

@@ -174,16 +174,19 @@ class Writes(Leaving):
             if not value.flags & PACKED:
                 return func(*args, **kwargs)
             # What is saved from now on is as good as any: it must not be this value, so that is kept.
-            _mark_stale(value)
             self.keep(target)
         parameter = self.parameters.get(id(target.untyped_storage())) if key is not None else None
         found = self.leaves.get(key)
         leaf: Value | None = parameter[0] if parameter is not None else found() if found is not None else None
         if leaf is not None and leaf.tensor is target:
             leaf.tensor = alias(target)  # which keeps its geometry
-        if leaf is not None and leaf.version is not None and _counts_with(target, leaf.tensor):
-            leaf.version += 1  # which autograd does to the tensor after we have returned
-        return func(*args, **kwargs)
+        counts = leaf is not None and leaf.version is not None and _counts_with(target, leaf.tensor)
+        out = func(*args, **kwargs)
+        if counts:
+            leaf.version += 1  # type: ignore[union-attr, operator]  # autograd will, after we have returned
+        if value is not None:
+            _mark_stale(value)
+        return out
 
 
 def recorded_state(rule: Rule, args: Any, kwargs: dict[str, Any]) -> RecordedState | None:

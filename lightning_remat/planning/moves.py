@@ -12,7 +12,7 @@ import numpy as np
 
 from lightning_remat.planning.batch import Ints, Rows
 from lightning_remat.planning.graph import Floats, Graph
-from lightning_remat.planning.moving import paces
+from lightning_remat.planning.moving import may_move, paces
 from lightning_remat.planning.trace import NEED, SAVE, Trace
 from lightning_remat.planning.transfer import Transfer
 
@@ -64,7 +64,8 @@ class Moves:
             if op.writes >= 0:
                 overwritten[makers[op.writes]] = True
         wanted = self.demanded | np.asarray([bool(r) for r in self.readers], dtype=bool)
-        self.can: Rows = (self.nbytes > 0) & wanted & ~overwritten
+        may = np.asarray([may_move(op) for op in ops], dtype=bool)
+        self.can: Rows = (self.nbytes > 0) & wanted & ~overwritten & may
         self.droppable: Rows = np.asarray(graph.droppable, dtype=bool)
         # How long a move takes up the slower of both directions, in the time of forward.
         self.paces = paces(trace)

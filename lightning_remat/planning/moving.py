@@ -29,8 +29,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from lightning_remat.engine.rules import COLLECTIVES
 from lightning_remat.planning.simulator import _ABSENT, _GONE, _THERE, Simulation, Simulator
-from lightning_remat.planning.trace import FREE, NEED, OTHER, RELEASE, RUN, SAVE, Event, Trace
+from lightning_remat.planning.trace import FREE, NEED, OTHER, RELEASE, RUN, SAVE, Event, Trace, TraceOp
 from lightning_remat.planning.transfer import Transfer
 
 # Moments that matter to transfers.
@@ -187,7 +188,7 @@ class MovingSimulator(Simulator):
                 self._reach(self.live)
         self.passed += self.run_seconds[o]
         super()._forward(o)
-        if self.move[o] and not (op.droppable and self.drop[o]):
+        if self.move[o] and may_move(op) and not (op.droppable and self.drop[o]):
             for v in op.outputs:
                 self.may[v] = not self.dropped[v]
 
@@ -401,6 +402,11 @@ class _Clock:
                 return
             self._begin(value)
             self.ahead += n
+
+
+def may_move(op: TraceOp) -> bool:
+    """Whether the tape lets an op's outputs leave: not what others may still write to without being seen."""
+    return op.kind != "factory" and not op.name.startswith(COLLECTIVES)
 
 
 def paces(trace: Trace) -> tuple[list[float], dict[int, float]]:

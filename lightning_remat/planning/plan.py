@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lightning_remat.planning.simulator import Simulation, simulate
+from lightning_remat.planning.simulation import simulate
+from lightning_remat.planning.simulator import Simulation
 from lightning_remat.planning.trace import Trace
 from lightning_remat.planning.transfer import Transfer
 
@@ -84,7 +85,7 @@ class PlanResult:
 def judged(
     trace: Trace, drop: Sequence[bool], move: Sequence[bool] = (), transfer: Transfer | None = None
 ) -> Candidate:
-    """A plan with what the simulator says about it; see :func:`~lightning_remat.planning.simulator.simulate`."""
+    """A plan with what the simulator says about it; see :func:`~lightning_remat.planning.simulation.simulate`."""
     found = simulate(trace, drop, False, move, transfer)
     if not any(move):
         return Candidate(tuple(drop), found.peak, found.extra_seconds)

@@ -17,7 +17,7 @@ from lightning_remat.planning.polish import Polish
 from lightning_remat.planning.pricing import Pricing
 from lightning_remat.planning.search import Search
 from lightning_remat.planning.segments import layout_of
-from lightning_remat.planning.simulator import simulate
+from lightning_remat.planning.simulation import simulate
 from lightning_remat.planning.trace import OTHER, Trace
 from lightning_remat.planning.transfer import Transfer
 from lightning_remat.sizes import format_bytes

@@ -15,7 +15,6 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from lightning_remat.planning.trace import EXIT, FREE, NEED, OTHER, RELEASE, RUN, SAVE, Event, Trace
-from lightning_remat.planning.transfer import Transfer
 
 
 @dataclass(slots=True)
@@ -47,34 +46,6 @@ class Simulation:
     fetched_bytes: int = 0
     left: list[int] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)
-
-
-def simulate(
-    trace: Trace,
-    drop: Sequence[bool],
-    timeline: bool = False,
-    move: Sequence[bool] = (),
-    transfer: Transfer | None = None,
-) -> Simulation:
-    """Run ``trace`` under a plan.
-
-    Args:
-        trace: the step.
-        drop: for each op, whether its outputs are dropped. Ops that cannot be are kept whatever it says.
-        timeline: fill in levels and tops.
-        move: for each op that is not dropped, whether its outputs leave the device; empty: none do.
-        transfer: what is known of the place that they go to.
-
-    Raises:
-        ValueError: something moves, and nobody knows where to.
-    """
-    if not any(move):
-        return Simulator(trace, drop).run(timeline)
-    if transfer is None:
-        raise ValueError("move= needs transfer=: how fast contents leave and come back")
-    from lightning_remat.planning.moving import MovingSimulator  # builds on the simulator below
-
-    return MovingSimulator(trace, drop, move, transfer).run(timeline)
 
 
 # States of a value.

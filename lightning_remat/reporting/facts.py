@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from lightning_remat.planning.plan import PlanResult
-from lightning_remat.planning.simulator import Simulation, simulate
+from lightning_remat.planning.simulation import simulate
+from lightning_remat.planning.simulator import Simulation
 from lightning_remat.planning.trace import Trace
 from lightning_remat.planning.transfer import Transfer
 from lightning_remat.reporting.places import PeakPlace, peak_place

@@ -27,7 +27,7 @@ from lightning_remat.planning.fake.meter import Meter
 from lightning_remat.planning.fake.step import fake_batch, fake_mode, fake_module, trace_of
 from lightning_remat.planning.plan import Candidate, judged
 from lightning_remat.planning.planner import Planner
-from lightning_remat.planning.simulator import simulate
+from lightning_remat.planning.simulation import simulate
 from lightning_remat.planning.trace import Trace
 from lightning_remat.runtime.target import Target, shown
 

@@ -30,7 +30,7 @@ from rich.table import Table
 
 from lightning_remat import Remat
 from lightning_remat.planning.fake.step import fake_trace
-from lightning_remat.planning.simulator import simulate
+from lightning_remat.planning.simulation import simulate
 from tests.helpers.plans import Expected, Run, differences, measured_peak, random_plan, trace_of
 from tests.helpers.zoo import CASES, loss_of
 

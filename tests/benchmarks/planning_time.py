@@ -23,7 +23,7 @@ from rich.table import Table
 from lightning_remat import Remat
 from lightning_remat.errors import BudgetError
 from lightning_remat.planning.planner import Planner
-from lightning_remat.planning.simulator import simulate
+from lightning_remat.planning.simulation import simulate
 from lightning_remat.planning.trace import Trace
 
 SHARES = (0.75, 0.5, 0.3)  # of the plain step's peak

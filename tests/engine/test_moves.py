@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from lightning_remat import Remat, ReplayError
 from lightning_remat.engine.verify import same_bits
+from tests.helpers.exact import EVERYTHING
 
 MOVES: dict[str, Callable[[Tensor], Tensor]] = {
     "unsqueeze_": lambda t: t.unsqueeze_(0),
@@ -122,3 +124,30 @@ def test_what_is_saved_after_the_move_is_not_to_blame(name: str) -> None:
         with remat:
             again = gradient()
         assert same_bits(again, plain)
+
+
+@pytest.mark.parametrize("offload", [None, EVERYTHING], ids=["stays", "leaves"])
+def test_a_move_that_fails_has_changed_nothing(offload: Any) -> None:
+    """What was read and what was saved are what they were, under the version that they had."""
+
+    def gradient() -> Tensor:
+        x = torch.arange(12.0).reshape(4, 3).requires_grad_()
+        leaf = torch.linspace(-1, 1, 12).reshape(4, 3)
+        y = ((x * 2 + leaf) * 0.5).exp()
+        with pytest.raises(IndexError, match="out of range"):
+            leaf.unsqueeze_(7)
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            leaf.as_strided_((9, 9), (3, 1))
+        with pytest.raises(IndexError, match="out of range"):
+            y.unsqueeze_(7)
+        (y * y).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    plain = gradient()
+    remat = Remat(policy=recompute if offload is None else "offload_only", offload=offload)
+    for _ in range(2):
+        with remat:
+            again = gradient()
+        assert same_bits(again, plain)
+    remat.close()

@@ -69,7 +69,7 @@ def test_an_op_with_everything_dropped_gives_the_bits_of_plain_pytorch(
 
 @pytest.mark.parametrize(
     ("op", "dtype"),
-    [p for p in SUITE if not p.values[1].is_complex or str(p.id).startswith(("linalg.", "conj", "view_as", "imag"))],
+    [p for p in SUITE[::4] if "max_pool" not in str(p.id)],  # whose samples alone take seconds to make
 )
 def test_an_op_whose_arguments_have_left_gives_the_bits_of_plain_pytorch(
     op: OpInfo, dtype: torch.dtype, moving: Runner

@@ -17,7 +17,8 @@ from lightning_remat import Remat
 from lightning_remat.engine.planned import script_for
 from lightning_remat.engine.verify import same_bits
 from lightning_remat.planning.moving import fetch_order
-from lightning_remat.planning.simulator import Simulator, simulate
+from lightning_remat.planning.simulation import simulate
+from lightning_remat.planning.simulator import Simulator
 from lightning_remat.planning.trace import Trace
 from lightning_remat.planning.transfer import Transfer
 from lightning_remat.runtime.memory import measure_peak

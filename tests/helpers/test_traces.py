@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from lightning_remat.planning.simulator import simulate
+from lightning_remat.planning.simulation import simulate
 from lightning_remat.planning.trace import NEED, RELEASE, RUN, SAVE, Trace
 from tests.helpers.traces import TraceBuilder, block_of, drop_where, front_by_hand, plan_by_hand, transformer_trace
 

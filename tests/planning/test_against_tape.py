@@ -22,7 +22,7 @@ from lightning_remat.engine.actions import PASS, RECORD, WRITE, WRITE_KEEP
 from lightning_remat.engine.replay import Clock
 from lightning_remat.engine.rules import Rule
 from lightning_remat.engine.tape import Tape
-from lightning_remat.planning.simulator import simulate
+from lightning_remat.planning.simulation import simulate
 from lightning_remat.planning.trace import EXIT, FREE, NEED, NEVER, RELEASE, RUN, SAVE, Trace
 from tests.planning.small_traces import random_trace
 

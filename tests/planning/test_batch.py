@@ -10,7 +10,8 @@ import pytest
 
 from lightning_remat.planning.batch import Batch
 from lightning_remat.planning.planner import Planner
-from lightning_remat.planning.simulator import Simulator, simulate
+from lightning_remat.planning.simulation import simulate
+from lightning_remat.planning.simulator import Simulator
 from lightning_remat.planning.trace import Trace
 from tests.planning.small_models import MODELS
 from tests.planning.small_traces import random_trace

@@ -9,7 +9,8 @@ from functools import cache
 import pytest
 
 from lightning_remat.planning.planner import plan
-from lightning_remat.planning.simulator import Simulator, simulate
+from lightning_remat.planning.simulation import simulate
+from lightning_remat.planning.simulator import Simulator
 from lightning_remat.planning.trace import NEVER, OTHER, Trace
 from tests.planning.exact import brute_force, budgets, least_peak, least_time
 from tests.planning.exact_model import Model, Point, value

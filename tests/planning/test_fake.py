@@ -13,7 +13,7 @@ from lightning_remat import ConfigurationError, Remat
 from lightning_remat.planning.fake.step import fake_trace
 from lightning_remat.planning.planfile import PlanFile
 from lightning_remat.planning.planner import Planner
-from lightning_remat.planning.simulator import simulate
+from lightning_remat.planning.simulation import simulate
 from lightning_remat.planning.trace import EXIT, NEED, RUN, SAVE, Trace
 from lightning_remat.runtime.memory import measure_peak
 from tests.helpers.bits import random_streams

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import hypothesis
 import hypothesis.strategies as st
 
-from lightning_remat.planning.simulator import Simulator, simulate
+from lightning_remat.planning.simulation import simulate
+from lightning_remat.planning.simulator import Simulator
 from lightning_remat.planning.trace import FREE, NEED, OTHER, RELEASE, SAVE, Trace
 from tests.planning.small_traces import random_trace
 

@@ -18,7 +18,7 @@ from lightning_remat.engine.offload.mover import Mover
 from lightning_remat.engine.planned import PlannedTape, action_for
 from lightning_remat.engine.replay import Clock
 from lightning_remat.planning.moving import fetch_order, leaving
-from lightning_remat.planning.simulator import simulate
+from lightning_remat.planning.simulation import simulate
 from lightning_remat.planning.trace import Trace
 from lightning_remat.planning.transfer import Transfer
 from tests.helpers.places import OutsidePlace

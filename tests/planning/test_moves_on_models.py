@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lightning_remat import Offload, Remat
 from lightning_remat.engine.offload.mover import Mover
 from lightning_remat.planning.moving import fetch_order
-from lightning_remat.planning.simulator import simulate
+from lightning_remat.planning.simulation import simulate
 from lightning_remat.planning.trace import Trace
 from lightning_remat.planning.transfer import Transfer
 from lightning_remat.runtime.bandwidth import Bandwidth

@@ -9,7 +9,8 @@ import pytest
 
 from lightning_remat.planning.moving import fetch_order, leaving, paces
 from lightning_remat.planning.plan import judged
-from lightning_remat.planning.simulator import Simulation, simulate
+from lightning_remat.planning.simulation import simulate
+from lightning_remat.planning.simulator import Simulation
 from lightning_remat.planning.trace import EXIT, Trace
 from lightning_remat.planning.transfer import Transfer
 from tests.planning.small_traces import Writer, check

@@ -12,7 +12,7 @@ import hypothesis
 import hypothesis.strategies as st
 
 from lightning_remat.planning.moving import MovingSimulator
-from lightning_remat.planning.simulator import simulate
+from lightning_remat.planning.simulation import simulate
 from lightning_remat.planning.trace import EXIT, FREE, NEED, OTHER, RELEASE, RUN, SAVE, Trace
 from lightning_remat.planning.transfer import Transfer
 from tests.planning.small_traces import random_trace

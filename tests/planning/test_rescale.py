@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lightning_remat import Remat
 from lightning_remat.planning.plan import PlanResult, judged
 from lightning_remat.planning.rescale import rescaled
-from lightning_remat.planning.simulator import simulate
+from lightning_remat.planning.simulation import simulate
 from lightning_remat.planning.trace import Trace
 from lightning_remat.runtime.memory import measure_peak
 from lightning_remat.runtime.tuning.known import Known

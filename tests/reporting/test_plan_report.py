@@ -9,7 +9,7 @@ import pytest
 
 from lightning_remat import ConfigurationError
 from lightning_remat.planning.plan import Candidate, PlanResult, judged
-from lightning_remat.planning.simulator import simulate
+from lightning_remat.planning.simulation import simulate
 from lightning_remat.planning.trace import NEED, OTHER, RUN, SAVE, Trace
 from lightning_remat.reporting import wording
 from lightning_remat.reporting.facts import ModuleRow, PlanFacts

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_remat.planning.plan import PlanResult, judged
-from lightning_remat.planning.simulator import simulate
+from lightning_remat.planning.simulation import simulate
 from lightning_remat.planning.trace import Trace
 from lightning_remat.planning.transfer import Transfer
 from lightning_remat.reporting import wording

@@ -11,7 +11,7 @@ import matplotlib
 import pytest
 
 from lightning_remat import ConfigurationError
-from lightning_remat.planning.simulator import simulate
+from lightning_remat.planning.simulation import simulate
 from lightning_remat.planning.trace import NEED, Trace
 from lightning_remat.planning.transfer import Transfer
 from lightning_remat.reporting import plots

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_remat import Remat
-from lightning_remat.planning.simulator import Simulator, simulate
+from lightning_remat.planning.simulation import simulate
+from lightning_remat.planning.simulator import Simulator
 from lightning_remat.planning.trace import Trace
 from lightning_remat.runtime.memory import measure_peak
 from lightning_remat.runtime.tracer import Tracer

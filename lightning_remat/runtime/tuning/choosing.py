@@ -16,7 +16,7 @@ import torch
 from lightning_remat.errors import BudgetError
 from lightning_remat.planning.plan import PlanResult
 from lightning_remat.planning.planner import pareto
-from lightning_remat.planning.simulator import simulate
+from lightning_remat.planning.simulation import simulate
 from lightning_remat.planning.trace import NEED, Trace
 from lightning_remat.planning.transfer import Transfer
 from lightning_remat.runtime.counters import Counters

@@ -22,7 +22,7 @@ from torch._ops import OpOverload
 
 from lightning_remat.planning.plan import Candidate, PlanResult
 from lightning_remat.planning.rescale import rescaled
-from lightning_remat.planning.simulator import simulate
+from lightning_remat.planning.simulation import simulate
 from lightning_remat.planning.trace import EXIT, FREE, NEED, NEVER, OTHER, RELEASE, RUN, SAVE, Trace
 from lightning_remat.runtime.memory import PeakResult
 from lightning_remat.runtime.tuning.known import MOST_SHAPES, Known, KnownSteps

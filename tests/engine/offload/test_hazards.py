@@ -424,12 +424,14 @@ def test_a_training_is_that_of_plain_pytorch(name: str, policy: Any, offload: Of
     gc.collect()
     assert remat.offloading.mover.resident_bytes == 0
     # Room is given back once a transfer has ended, so what counts is that nobody has a content any more.
-    assert not [o for o in gc.get_objects() if type(o) is DiskContent and o._place is place]
+    assert not [o for o in gc.get_objects() if type(o) is DiskContent and o._place is place and not o._released]
     if policy != recompute_all:
         assert place.peak_bytes > 0
     remat.close()
 
 
+# PyTorch keeps it for the whole process, and dispatch modes of two threads that end crosswise leave it set.
+@pytest.mark.allow_leak("dispatch mode flags")
 def test_two_engines_on_two_threads() -> None:
     got: dict[int, list[Tensor]] = {}
     barrier = threading.Barrier(2)

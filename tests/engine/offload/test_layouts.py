@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import pytest
@@ -215,4 +216,33 @@ def test_a_channels_last_network_keeps_its_layouts(policy: Any) -> None:
     for _ in range(3):
         got = gradients(remat)
         assert all(a.stride() == b.stride() and same_bits(a, b) for a, b in zip(plain, got, strict=True))
+    remat.close()
+
+
+def test_what_is_made_from_nothing_stays() -> None:
+    """Code that nobody sees may fill it after autograd has saved it."""
+
+    class Filled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, kept):
+            kept.append(torch.zeros(64))
+            ctx.save_for_backward(kept[-1])
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * ctx.saved_tensors[0], None
+
+    def gradient(remat: Remat | None) -> Tensor:
+        x = torch.ones(64, requires_grad=True)
+        kept: list[Tensor] = []
+        with remat or nullcontext():
+            y = Filled.apply(x, kept)
+        kept[0].numpy()[:] = 3  # as a kernel would that the dispatcher does not show
+        y.sum().backward()
+        return x.grad
+
+    remat = Remat("offload_only", offload=EVERYTHING)
+    assert torch.equal(gradient(remat), gradient(None))
+    assert gradient(None).eq(3).all()
     remat.close()

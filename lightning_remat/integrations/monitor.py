@@ -110,8 +110,6 @@ class Monitor:
         if step is None:
             return
         self._step = None
-        if self.remat.offloading is not None:
-            self.remat.offloading.count()
         if now.steps != before.steps:
             self._recompute_seconds += self.remat.stats.replay_seconds
         if self._alarm.batch(now.retried_batches > before.retried_batches):

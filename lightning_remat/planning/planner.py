@@ -86,7 +86,7 @@ class Planner:
         hopeless = sought and budget_bytes - static_bytes < self.smallest().peak_bytes
         chosen = None if hopeless else self.within(budget_bytes - static_bytes)
         if chosen is None:
-            raise self._too_small(budget_bytes, static_bytes, static_parts)
+            raise self.too_small(budget_bytes, static_bytes, static_parts)
         return PlanResult(
             trace=self.trace,
             static_bytes=static_bytes,
@@ -97,7 +97,8 @@ class Planner:
             transfer=self.transfer,
         )
 
-    def _too_small(self, budget: int, static: int, parts: Mapping[str, int] | None) -> BudgetError:
+    def too_small(self, budget: int, static: int, parts: Mapping[str, int] | None) -> BudgetError:
+        """What is to be said of a budget that no plan fits; see :meth:`result`."""
         smallest = self.smallest()
         need = static + smallest.peak_bytes
         makeup = [f"{name} {format_bytes(size)}" for name, size in (parts or {"static memory": static}).items() if size]

@@ -55,7 +55,6 @@ class Stepping:
         options: those of :class:`~lightning_remat.Remat`, by name.
 
     Attributes:
-        counters: what happened so far.
         retry: runs steps again that memory ran out in.
         fixed: a fixed policy that the lean one stands in for.
         guarded: somebody does that, so that a step may be tried that is not sure to fit.
@@ -68,14 +67,14 @@ class Stepping:
     def __init__(self, **options: Any) -> None:
         self._options = options
         self._settings = checked(**options)
-        self.counters = Counters()
-        self.retry = Retry(self._settings.retries, self.counters)
+        self._counters = Counters()
+        self.retry = Retry(self._settings.retries, self._counters)
         offload = self._settings.offload
         self._readiness = Readiness(
-            self.counters, WeakMethod(self._pressed), WeakMethod(self._seconds_at), lasting=offload is not None
+            self._counters, WeakMethod(self._pressed), WeakMethod(self._seconds_at), lasting=offload is not None
         )
         eviction = self._readiness.eviction
-        self.offloading = Offloading(offload, self.counters, eviction) if offload is not None else None
+        self.offloading = Offloading(offload, self._counters, eviction) if offload is not None else None
         self.fixed: Fixed | None = None
         self.guarded = False
         if self._settings.plan_path is not None:
@@ -128,6 +127,13 @@ class Stepping:
         if isinstance(pilot, Pilot) and self._memory is not None:
             self._memory.recall(pilot)
         return pilot
+
+    @property
+    def counters(self) -> Counters:
+        """What happened so far, with what has been moved up to now."""
+        if self.offloading is not None:
+            self.offloading.count()
+        return self._counters
 
     @property
     def blocks(self) -> list[str]:

@@ -327,7 +327,7 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         value = self._value_of(tensor)
         if value is None or packed.__class__ is not tuple:
             return packed
-        if packed[0] is tensor:
+        if packed[0] is tensor and tensor.__class__ is Tensor:  # a subclass has more than its memory
             with torch._C._DisableTorchDispatch():
                 packed = (alias(tensor), packed[1])  # the tensor is to die when the program lets go of it
         slot = Slot(self.trace.slots, packed)

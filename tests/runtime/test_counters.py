@@ -1,8 +1,9 @@
 """What steps have moved, in all and in the last one."""
 
 import pytest
+import torch
 
-from lightning_remat import Remat
+from lightning_remat import Offload, Remat
 from lightning_remat.engine.offload.place import Traffic
 from lightning_remat.integrations.monitor import figures
 from lightning_remat.runtime.counters import Counters
@@ -49,3 +50,18 @@ def test_metrics_are_those_of_the_last_step() -> None:
         "transfer_hidden": 0.75,
     }
     assert not (ours | {"transfer_hidden"}) & figures(Remat("full")).keys()
+
+
+def test_counters_are_up_to_date_between_steps() -> None:
+    """Also in a plain loop, where nobody else asks: with what backward has moved after the step was left."""
+    remat = Remat("offload_only", offload=Offload("disk", min_bytes=0, in_flight=1))
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    for step in (1, 2):
+        with remat:
+            loss = net(torch.ones(2, 4)).exp().sum()
+        loss.backward()
+        counters = remat.counters
+        assert counters.last_bytes_out > 0
+        assert counters.last_bytes_in > 0
+        assert counters.bytes_out == step * counters.last_bytes_out
+    remat.close()

@@ -205,7 +205,7 @@ def test_a_cap(tmp_path: Path, engines: Any) -> None:
     assert difference_in_bits(plain, training.left) == []
     (text,) = texts
     assert "8.0 KiB of disk_budget=8.0 KiB are taken" in text
-    assert "disk_budget=" in text
+    assert "Raise disk_budget=" in text
     assert remat.counters.offload_refused >= 4
     assert 0 < place_of(remat).peak_bytes <= 8192
 

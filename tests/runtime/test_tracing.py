@@ -14,6 +14,7 @@ from lightning_remat.planning.simulator import Simulator
 from lightning_remat.planning.trace import Trace
 from lightning_remat.runtime.memory import measure_peak
 from lightning_remat.runtime.tracer import Tracer
+from tests.helpers.exact import assert_exact
 from tests.helpers.plans import BUDGET, follow, trace_of
 
 
@@ -117,3 +118,14 @@ def test_what_the_program_holds_of_a_kept_value_is_seen(whole_step: bool) -> Non
         peak = under(remat, drop, model, x)
         model.held = []
         assert abs(simulate(trace_of(remat), drop).peak - peak) <= 0.005 * peak
+
+
+def test_a_step_with_jagged_tensors_is_traced() -> None:
+    """A subclass has more than its memory: what autograd saves of it is not to be seen through an alias."""
+
+    def step(net: nn.Module) -> Tensor:
+        rows = net(torch.linspace(-1, 1, 32).reshape(8, 4))
+        ragged = torch.nested.as_nested_tensor([rows[:3], rows[3:]], layout=torch.jagged)
+        return net(ragged).sin().values().square().sum() + (ragged * ragged).values().sum()
+
+    assert_exact(nn.Linear(4, 4), step, "auto", budget=BUDGET)

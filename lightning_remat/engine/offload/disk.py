@@ -30,6 +30,8 @@ _WAYS_OUT = (
     "offload to host memory (offload='cpu')."
 )
 
+_WAYS_TO_MORE = "Raise disk_budget= or leave it out, or move less (a larger min_bytes=)."
+
 _PLACES: weakref.WeakSet[DiskPlace] = weakref.WeakSet()
 
 
@@ -101,7 +103,7 @@ class DiskPlace(Place):
                 raise
             raise self._refusal(source.nbytes, f"no host memory for chunks ({error})") from error
         if room is None:
-            raise self._refusal(source.nbytes, self._why_full(source.nbytes))
+            raise self._refusal(source.nbytes, *self._why_full(source.nbytes))
         return DiskContent(self, depot, room, source, direct)
 
     def close(self) -> None:
@@ -143,15 +145,18 @@ class DiskPlace(Place):
                 self._finalizer.atexit = False  # the depot has its own way
             return self._depot
 
-    def _refusal(self, nbytes: int, reason: str) -> OffloadError:
+    def _refusal(self, nbytes: int, reason: str, ways: str = _WAYS_OUT) -> OffloadError:
         with self._opening:
             self.traffic.refused += 1
-        return OffloadError(f"{format_bytes(nbytes)} cannot go to the disk in {self.where()}: {reason}. {_WAYS_OUT}")
+        return OffloadError(f"{format_bytes(nbytes)} cannot go to the disk in {self.where()}: {reason}. {ways}")
 
-    def _why_full(self, nbytes: int) -> str:
+    def _why_full(self, nbytes: int) -> tuple[str, str]:
+        """The reason, and the ways out."""
         if self.budget is not None and self.used_bytes + rounded(nbytes) > self.budget:
-            return f"{format_bytes(self.used_bytes)} of disk_budget={format_bytes(self.budget)} are taken"
-        return f"the disk is full, but for what is left to others ({format_bytes(self.used_bytes)} are there)"
+            taken = format_bytes(self.used_bytes)
+            return f"{taken} of disk_budget={format_bytes(self.budget)} are taken", _WAYS_TO_MORE
+        there = format_bytes(self.used_bytes)
+        return f"the disk is full, but for what is left to others ({there} are there)", _WAYS_OUT
 
     def _forget_parent(self) -> None:
         """Begin anew in a child: threads are not inherited, locks may be held by those that are not there."""

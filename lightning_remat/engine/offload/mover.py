@@ -126,6 +126,8 @@ class Mover:
         if nbytes < self.min_bytes or self.halted or not nbytes or self.device not in (None, tensor.device):
             return None
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (nbytes,), (1,))
+        if not flat.data_ptr():
+            return None  # zeros of forward mode, which have a size and no memory
         try:
             content = self.place.take(flat)
         except OffloadError as error:

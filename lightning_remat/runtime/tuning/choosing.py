@@ -160,7 +160,8 @@ class Chooser:
         except BudgetError as error:
             # Said of the user's own budget only, and not where measured peaks have moved the target.
             if static + target >= budget or error.smallest_bytes > budget:
-                self._warn("budget", f"{error} Training goes on under the plan with the smallest peak.")
+                said = planner.too_small(budget, static, parts)  # the target may be another one by now
+                self._warn("budget", f"{said} Training goes on under the plan with the smallest peak.")
             found = planner.result(static + planner.plain.peak_bytes, static)
             return replace(found, chosen=found.smallest)
 

@@ -83,7 +83,7 @@ class Pilot(Relief):
         offloading: Offloading | None = None,
         recompute: bool = True,
     ) -> None:
-        self._say = Once("policy='auto'")
+        self._say = Once("policy='auto'" if recompute else "policy='offload_only'")
         super().__init__(budget, margin, counters if counters is not None else Counters(), self._say)
         self.recompute = recompute
         self.offloading = offloading

@@ -8,11 +8,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from lightning_remat import Remat
 from lightning_remat.engine.verify import same_bits
-from tests.helpers.exact import EVERYTHING, recompute_all
+from tests.helpers.exact import EVERYTHING, assert_exact, recompute_all
 
 WIDE = 60  # elements of the tensor that all of these are made of
 Make = Callable[[Tensor], list[Tensor]]
@@ -186,6 +187,22 @@ def test_what_is_empty_or_has_no_bytes_stays() -> None:
         assert x.grad.shape == (0, 4)
         assert _bytes_out(remat) == 0
     remat.close()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # PyTorch's own forward mode uses it
+@pytest.mark.parametrize("policy", ["offload_only", recompute_all], ids=["offload_only", "recompute all"])
+def test_zeros_without_memory_stay(policy: Any) -> None:
+    """Forward mode has zeros of any size that take no memory: there is nothing at their address."""
+
+    def step(net: nn.Module) -> Tensor:
+        hidden = net(torch.linspace(-1, 1, 32).reshape(8, 4))
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(hidden, hidden.detach() * 0.1)
+            tangent = forward_ad.unpack_dual(dual.sin() * net(dual)).tangent
+        assert tangent is not None
+        return tangent.sum() + (hidden * torch._efficientzerotensor((8, 4))).sum()
+
+    assert_exact(nn.Linear(4, 4), step, policy, offload=EVERYTHING).close()
 
 
 @pytest.mark.parametrize("policy", ["offload_only", recompute_all, "selective"], ids=str)

@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import json
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,13 +18,14 @@ from torch import Tensor, nn
 from torch.optim import optimizer as optimizer_module
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_remat import ConfigurationError, Remat
+from lightning_remat import ConfigurationError, Offload, Remat
 from lightning_remat.planning.planfile import PlanFile
 from lightning_remat.runtime.static import Optimizers
 from lightning_remat.runtime.tuning import pilot as pilot_module
 from lightning_remat.runtime.tuning.known import KnownSteps
 from lightning_remat.runtime.tuning.remembering import VERSION
 from lightning_remat.runtime.tuning.written import overload, pack, read_steps, unpack, write_steps
+from lightning_remat.sizes import format_bytes
 from tests.helpers.bits import difference_in_bits
 from tests.helpers.loops import Loop, run, usual
 from tests.helpers.pilots import MANY, NOTHING, PLENTY, batch, infeasible, net, pilot_of, planned
@@ -32,6 +34,8 @@ from tests.helpers.training import Net
 
 ROOM = 300_000
 """Less than what all activations take, and more than the least."""
+LITTLE = 100_000
+"""Less than the least, and more than what is there between steps."""
 
 SHAPES = (64, 64, MANY, 64, 100, MANY, 30, 30, 100)
 # What is damaged on purpose is said to be; that it is said has a test of its own.
@@ -119,6 +123,21 @@ def test_the_plan_in_force_is_that_of_before_from_the_first_step_on() -> None:
     assert after.plan.chosen.drop == drop
     assert after.stats.recorded_ops == before.stats.recorded_ops
     assert pilot_of(after).main.measured is not None
+
+
+def test_a_budget_that_no_plan_fits_is_named_as_it_was_given() -> None:
+    """Also where measured peaks have moved the target that plans are looked for under, and under the right name."""
+    options: dict[str, Any] = {"policy": "offload_only", "offload": Offload("disk", min_bytes=0), "budget": LITTLE}
+    first, second = Remat(**options), Remat(**options)
+    for remat in (first, second):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run(net, [batch(MANY)] * 6, usual, remat)
+        said = [str(w.message) for w in caught if "not feasible" in str(w.message)]
+        assert len(said) == 1
+        assert said[0].startswith(f"policy='offload_only': budget={format_bytes(LITTLE)} is not feasible")
+        second.load_state_dict(remat.state_dict())
+        remat.close()
 
 
 def test_a_state_outlives_bind_before_and_after_it() -> None:

@@ -32,10 +32,10 @@ def train(name: str, remat: Remat) -> tuple[list[float], int]:
 
     losses = [step() for _ in range(STEPS)]
     peak = measure_peak(step).peak_bytes
-    remat.close()  # gives the disk space back, and brings the counters up to date
     counters = remat.counters
     hidden = "" if counters.hidden is None else f"{counters.hidden:.0%} hidden"
     moved = f"{counters.bytes_out / (STEPS + 1) / 2**20:5.1f} MiB moved a step {hidden}"
+    remat.close()  # gives the disk space back
     print(f"{name:24} peak {peak / 2**20:6.1f} MiB   {moved}   loss {losses[-1]:.6f}")
     return losses, peak
 

@@ -65,16 +65,16 @@ def bench_io(
     ] = None,
     to: Annotated[To, typer.Option(help="disk, or cpu: between the accelerator and host memory.")] = To.disk,
     size: Annotated[
-        str, typer.Option(help="How much to move in each round, three times there and back: bytes, or a size.")
+        str, typer.Option(help="How much to move there and back, three times: bytes, or a size; 8MiB at least.")
     ] = "256MiB",
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON: bytes, seconds.")] = False,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Measure anew, whatever was measured here within the last 30 days.")
+        bool, typer.Option("--fresh", help="Measure anew; else what was measured here within 30 days is printed.")
     ] = False,
 ) -> None:
     """Print what moving activations there and back takes."""
     try:
-        total = int(parse_amount("--size", size, least=1))
+        total = int(parse_amount("--size", size, least=CONTENT_BYTES))
         if to is To.cpu:
             facts, found = _host(directory, total, fresh)
         else:
@@ -142,8 +142,8 @@ def _measured(
     name: str, checksum: bool | None, place: Any, key: str, where: str, total: int, fresh: bool, **options: Any
 ) -> Measured:
     start = time.time()
-    content = min(CONTENT_BYTES, total)
-    bandwidth = bandwidth_of(place, key, where, fresh=fresh, total_bytes=total, content_bytes=content, **options)
+    options |= {"total_bytes": total, "content_bytes": CONTENT_BYTES}
+    bandwidth = bandwidth_of(place, key, where, fresh=fresh, **options)
     return Measured(name, checksum, bandwidth, bandwidth.measured_at < start)
 
 

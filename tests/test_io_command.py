@@ -62,7 +62,7 @@ def run(*args: str) -> Result:
 
 def test_a_real_disk(disk: Path) -> None:
     """It is measured once with checksums and once without, nothing is left behind, and it is known the next time."""
-    first = run(str(disk), "--size", "256KiB", "--json")
+    first = run(str(disk), "--size", "8MiB", "--json")
     assert first.exit_code == 0, first.output
     data = json.loads(first.stdout)
     assert (data["directory"], data["file_system"]) == (str(disk), "ext4")
@@ -141,6 +141,7 @@ def test_what_is_refused(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--to", "cpu", str(disk)], "contradict each other"),
         (["--size", "much"], "--size='much' is not a size"),
         (["--size", "0"], "--size='0' is less than can be used"),
+        (["--size", "1MiB"], "8388608 at least"),  # what is measured is what plans rest on for 30 days
         (["--to", "tape"], "tape"),
     ):
         result = run(*args)

@@ -33,9 +33,16 @@ _ONLY_THIS_OP = 4
 
 
 class Clock:
-    """What replay has cost since it was last reset."""
+    """What replay has cost since it was last reset.
 
-    __slots__ = ("on_replay", "replayed_ops", "seconds")
+    Attributes:
+        on_replay: is told of each op that ran again, and how long it took.
+        replayed_ops: ops that ran again; to fetch what has left the device is none.
+        seconds: what replay took, without fetching.
+        fetch_seconds: what fetching took.
+    """
+
+    __slots__ = ("fetch_seconds", "on_replay", "replayed_ops", "seconds")
 
     def __init__(self) -> None:
         self.on_replay: Callable[[Op, float], None] | None = None
@@ -44,7 +51,7 @@ class Clock:
     def reset(self) -> None:
         """Start again from zero."""
         self.replayed_ops = 0
-        self.seconds = 0.0
+        self.seconds = self.fetch_seconds = 0.0
 
 
 class Room(Protocol):
@@ -66,7 +73,7 @@ def restore(value: Value, clock: Clock, room: Room | None = None) -> None:
         ReplayError: an input was changed where the tape could not see it, or an op gave something of another shape
             or dtype than the first time.
     """
-    start = perf_counter()
+    start, fetched = perf_counter(), clock.fetch_seconds
     ops = missing_ops(value)
     # As in forward, where the tape called the op from inside its dispatch mode: below autograd, but with grad mode on,
     # which some kernels look at (oneDNN's recurrent layer makes no workspace without it).
@@ -74,9 +81,10 @@ def restore(value: Value, clock: Clock, room: Room | None = None) -> None:
     _set_grad_enabled(True)
     try:
         with _BelowAutograd(), _DisableAutocast():
-            clock.replayed_ops += sum([op.func.__class__ is not Moved for op in ops])
-            if clock.on_replay is not None:
-                _run_timed(ops, clock.on_replay, room)
+            fetches = sum([op.func.__class__ is Moved for op in ops])
+            clock.replayed_ops += len(ops) - fetches
+            if fetches or clock.on_replay is not None:
+                _run_timed(ops, clock, room)
             while ops:
                 if room is None:
                     run(ops.pop())
@@ -84,10 +92,10 @@ def restore(value: Value, clock: Clock, room: Room | None = None) -> None:
                     room.run(ops.pop(), ops)
     finally:
         _set_grad_enabled(grad)
-        clock.seconds += perf_counter() - start
+        clock.seconds += perf_counter() - start - (clock.fetch_seconds - fetched)
 
 
-def _run_timed(ops: list[Op], report: Callable[[Op, float], None], room: Room | None) -> None:
+def _run_timed(ops: list[Op], clock: Clock, room: Room | None) -> None:
     while ops:
         start = perf_counter()
         op = ops.pop()
@@ -95,7 +103,11 @@ def _run_timed(ops: list[Op], report: Callable[[Op, float], None], room: Room | 
             run(op)
         else:
             room.run(op, ops)
-        report(op, perf_counter() - start)
+        seconds = perf_counter() - start
+        if op.func.__class__ is Moved:
+            clock.fetch_seconds += seconds
+        elif clock.on_replay is not None:
+            clock.on_replay(op, seconds)
 
 
 def missing_ops(value: Value) -> list[Op]:

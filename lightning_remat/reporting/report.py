@@ -45,9 +45,9 @@ class Report(Plain, Table):
     """A ``rich`` table that can be printed plainly as well."""
 
 
-def report_table(title: str, blocks: list[str], ledger: Ledger | None) -> Report:
-    """See :meth:`lightning_remat.Remat.report`."""
-    caption = "the first step, its warm-up included" if ledger is not None else "no step yet"
+def report_table(title: str, blocks: list[str], ledger: Ledger | None, without: str = "no step yet") -> Report:
+    """See :meth:`lightning_remat.Remat.report`; ``without``: what is said where there is no ledger."""
+    caption = "the first step, its warm-up included" if ledger is not None else without
     table = Report(title=title, caption=caption, title_justify="left", caption_justify="left")
     table.add_column("module", overflow="fold")
     table.add_column("ops", no_wrap=True)

@@ -109,13 +109,14 @@ def _moved(c: Counters) -> list[str]:
     """What left the device, and what stayed although it was to leave."""
     lines = []
     if c.bytes_out or c.bytes_in:
-        hidden = f", {c.hidden:.0%} hidden" if c.hidden is not None else ""
+        hidden = f", {100 * c.hidden:.0f} % hidden" if c.hidden is not None else ""
         lines.append(
             f"  moved       {format_size(c.bytes_out)} out, {format_size(c.bytes_in)} back; waited "
             f"{format_seconds(c.waited_seconds)} for {format_seconds(c.transfer_seconds)} of transfers{hidden}"
         )
     if c.offload_refused:
-        lines.append(f"  no room     for {counted(c.offload_refused, 'value')} that were to leave: they stayed")
+        they = "that was to leave: it" if c.offload_refused == 1 else "that were to leave: they"
+        lines.append(f"  no room     for {counted(c.offload_refused, 'content')} {they} stayed")
     if c.offload_failures:
         lines.append(f"  failed      {counted(c.offload_failures, 'transfer')}")
     return lines

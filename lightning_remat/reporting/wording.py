@@ -70,15 +70,16 @@ def notes(facts: PlanFacts) -> list[tuple[str, str]]:
         ("static memory", format_size(facts.static_bytes) + (f": {parts}" if parts else "")),
         ("peak", _place(facts.peak)),
         ("peak, everything kept", _place(facts.plain_peak)),
-        ("step", NOT_MEASURED if facts.step_seconds is None else f"{format_seconds(facts.step_seconds)}, measured"),
     ]
+    if facts.step_seconds is not None:
+        found.append(("step", f"{format_seconds(facts.step_seconds)}, measured"))
     if facts.moved_bytes:
         hidden = f"; {facts.hidden:.0%} of the transfers hidden" if facts.hidden is not None else ""
         found.append(
             (
                 "moved",
                 f"{format_size(facts.moved_bytes)} out, {format_size(facts.fetched_bytes)} back; the step waits "
-                f"{format_seconds(facts.waited_seconds)}{hidden}, predicted",
+                f"{format_seconds(facts.waited_seconds)}{hidden}, predicted{_beside(facts)}",
             )
         )
     if facts.blocks:
@@ -206,6 +207,12 @@ def _price(price: float) -> str:
 def _place(place: PeakPlace) -> str:
     where = f"in {place.module}" if place.module else "outside of modules"
     return f"in {place.part}, {where}{', while values are computed again' if place.recomputing else ''}"
+
+
+def _beside(facts: PlanFacts) -> str:
+    """What moving takes from a step on a CPU although nobody waits: processor time."""
+    taken = facts.predicted_extra_seconds - facts.recompute_seconds - facts.waited_seconds
+    return f"; moving takes {format_seconds(taken)} of processor time from the step" if taken > 5e-5 else ""
 
 
 def _predicted_step(facts: PlanFacts) -> float | None:

@@ -44,8 +44,10 @@ class Once:
 
 def in_words(result: PlanResult) -> str:
     """A plan in one line."""
-    dropped = sum(result.chosen.drop)
+    chosen = result.chosen
+    drops, ops = sum(chosen.drop), len(result.trace.ops)
+    moved = f", {format_bytes(chosen.moved_bytes)} moved" if chosen.moves else ""
     return (
         f"budget {format_bytes(result.budget_bytes)}: predicted peak {format_bytes(result.peak_bytes)}, "
-        f"{dropped} of {len(result.trace.ops)} ops run again, {result.chosen.extra_seconds * 1e3:.1f} ms a step"
+        f"{drops} of {ops} ops run again{moved}, {chosen.extra_seconds * 1e3:.1f} ms a step"
     )

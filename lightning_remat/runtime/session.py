@@ -179,8 +179,8 @@ class Remat(Stepping):
         _check_ending("save_plan", path)
         if self.plan is None:
             raise ConfigurationError(
-                f"save_plan({str(path)!r}): there is no plan. It takes policy='auto' with a budget, and is made when "
-                "the second step begins."
+                f"save_plan({str(path)!r}): there is no plan. It takes policy='auto', or 'offload_only' with a "
+                "budget, and is made when the second step begins."
             )
         PlanFile.of(self.plan).save(path)
 
@@ -223,6 +223,8 @@ class Remat(Stepping):
                 static_parts=main.parts,
                 timeline=None if measured is None else measured.timeline,
             )
+        if self._ledger is None and self._counters.steps:
+            return report_table(self.summary, self.blocks, None, "nothing is listed under a plan file, or 'none'")
         return report_table(self.summary, self.blocks, self._ledger)
 
     @property

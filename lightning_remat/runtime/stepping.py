@@ -116,7 +116,7 @@ class Stepping:
                 self._clock,
                 self._modules,
                 settings.margin,
-                self.counters,
+                self._counters,
                 self.offloading,
                 settings.recompute,
             )
@@ -130,10 +130,12 @@ class Stepping:
 
     @property
     def counters(self) -> Counters:
-        """What happened so far, with what has been moved up to now."""
+        """What happened so far, the step that runs included."""
+        counters = self._counters
+        counters.replayed_ops, counters.recompute_seconds = self._clock.replayed_ops, self._clock.seconds
         if self.offloading is not None:
             self.offloading.count()
-        return self._counters
+        return counters
 
     @property
     def blocks(self) -> list[str]:
@@ -223,7 +225,7 @@ class Stepping:
         self._depth -= 1
         if self._depth == 0 and self._resting:
             self._resting = False
-            self.counters.steps += kind is None
+            self._counters.steps += kind is None
         elif self._depth == 0 and self._stack is not None:
             tape = self._active
             self._end()
@@ -342,7 +344,7 @@ class Stepping:
             return
         if every is not None:
             watched = isinstance(self._pilot, Pilot) and self._pilot.watching
-            due = (self.counters.steps + 1) % every == 0
+            due = (self._counters.steps + 1) % every == 0
             # Verification takes memory of its own, which is not to be counted as the plan's: rather the next step, but
             # not for ever.
             now = due and self._verify_due if watched else due or self._verify_due
@@ -358,7 +360,7 @@ class Stepping:
         verifier = self._verifier
         if verifier is None:
             return
-        self.counters.verified, self.counters.verified_different = verifier.compared, verifier.differed
+        self._counters.verified, self._counters.verified_different = verifier.compared, verifier.differed
         if not self._verify_always:
             verifier.detach()
 
@@ -379,7 +381,7 @@ class Stepping:
                 self._ledger = None  # half a step is no report
             return
         self._steps += 1
-        self.counters.steps += 1
+        self._counters.steps += 1
         self._readiness.step_over()
         meeting, self._meeting = self._meeting, False
         if isinstance(tape, PlannedTape) and (self._binding.final or not meeting):

@@ -77,6 +77,7 @@ def test_a_plan_is_followed_from_the_first_step(written: Path) -> None:
         loss = model(x).square().mean()
     assert 0 < remat.stats.recorded_ops <= sum(PlanFile.load(written).drop)
     loss.backward()
+    assert "nothing is listed under a plan file" in str(remat.report())
     assert_same_training(net, [batch()] * 4, remat=remat)
     made, followed, plain = (peak_of(r, batch()) for r in (Remat(budget=BUDGET), Remat(policy=Path(written)), None))
     assert abs(followed - made) <= 0.05 * made

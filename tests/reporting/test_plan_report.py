@@ -192,10 +192,11 @@ def test_the_module_of_a_peak_is_the_one_whose_node_runs(module: str) -> None:
 
 
 def test_an_unmeasured_plan_says_so() -> None:
-    """Both figures and the step are named as not measured; nothing is made up."""
+    """Both figures are named as not measured; nothing is made up."""
     report = plan_report(plan_by_hand(small()), BLOCKS)
-    assert str(report).count("not measured yet") == 3
+    assert str(report).count("not measured yet") == 2
     assert [line[2] for line in wording.figures(report.facts)] == ["not measured yet"] * 2
+    assert "step" not in dict(wording.notes(report.facts))
 
 
 def test_measured_figures_are_shown_beside_the_predicted_ones() -> None:

@@ -74,14 +74,15 @@ def test_what_was_moved() -> None:
     """Totals of the training, how much of the transfers was hidden, and what did not work."""
     counters = Counters(steps=10, bytes_out=3 * 2**30, bytes_in=2**30, transfer_seconds=40.0, waited_seconds=4.0)
     assert told(counters).splitlines()[3:] == [
-        "  moved       3.00 GiB out, 1.00 GiB back; waited 4.00 s for 40.0 s of transfers, 90% hidden",
+        "  moved       3.00 GiB out, 1.00 GiB back; waited 4.00 s for 40.0 s of transfers, 90 % hidden",
     ]
     counters = Counters(steps=10, bytes_out=2**20, offload_failures=1, offload_refused=2)
     assert told(counters).splitlines()[3:] == [
         "  moved       1.0 MiB out, 0 B back; waited 0 s for 0 s of transfers",
-        "  no room     for 2 values that were to leave: they stayed",
+        "  no room     for 2 contents that were to leave: they stayed",
         "  failed      1 transfer",
     ]
+    assert "  no room     for 1 content that was to leave: it stayed" in told(Counters(steps=1, offload_refused=1))
 
 
 def test_counts_of_this_training_only() -> None:

@@ -2,12 +2,13 @@
 
 import logging
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_remat import ConfigurationError, Remat
+from lightning_remat import ConfigurationError, Offload, Remat
 from lightning_remat.sizes import format_bytes, parse_budget
 
 X = torch.linspace(-1, 1, 512).reshape(64, 8)
@@ -213,3 +214,40 @@ def test_verification_waits_while_memory_is_measured() -> None:
     assert sum(verified) == 3
     assert remat.counters.verified > 0
     assert remat.counters.verified_different == 0
+
+
+def test_fetching_is_no_replay(tmp_path: Path) -> None:
+    """What is fetched counts as moved, at once, and neither as an op that runs again nor as its time."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4)))
+    place = Offload(tmp_path, min_bytes=0, in_flight=1)
+    for policy, again in (("offload_only", False), ("full", True)):
+        remat = Remat(policy=policy, offload=place)
+        for _ in range(2):
+            with remat:
+                loss = model(torch.ones(64, 16)).square().mean()
+            loss.backward()
+        counters = remat.counters
+        assert counters.bytes_in > 0
+        assert counters.bytes_in >= counters.last_bytes_in > 0
+        assert (counters.replayed_ops, counters.recompute_seconds) == (
+            remat.stats.replayed_ops,
+            remat.stats.replay_seconds,
+        )
+        assert (counters.replayed_ops > 0) is again
+        assert remat._clock.fetch_seconds > 0
+        remat.close()
+
+
+def test_what_does_not_fit_names_the_policy_that_was_given(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 1))
+    remat = Remat(policy="offload_only", budget=1, offload=tmp_path)
+
+    def train() -> None:
+        for _ in range(3):
+            with remat:
+                loss = model(torch.ones(64, 16)).square().mean()
+            loss.backward()
+
+    with pytest.warns(UserWarning, match="^policy='offload_only': budget=1 B is not feasible"):
+        train()
+    remat.close()

@@ -82,7 +82,8 @@ def check_directory(path: str | os.PathLike[str]) -> str | None:
     if kind in _MEMORY:
         return (
             f"offload={str(path)!r} is on a {kind}, which is host memory and not a disk: what leaves the device takes "
-            "as much of it. Name a directory on a disk, or use offload='cpu', which is faster and counts what it takes."
+            "as much of it. Name a directory on a disk; with an accelerator, offload='cpu' is faster, and counts "
+            "what it takes."
         )
     if kind in _NETWORK or (kind is not None and kind.startswith("fuse") and kind not in _LOCAL_FUSE):
         return (
@@ -95,7 +96,8 @@ def check_directory(path: str | os.PathLike[str]) -> str | None:
 def _unusable(path: Path, reason: str, way_out: str) -> ConfigurationError:
     return ConfigurationError(
         f"offload={str(path)!r}: {reason}. Either {way_out}, name another directory (offload='/some/directory'; "
-        "offload='disk' takes the one for temporary files), or offload to host memory with offload='cpu'."
+        "offload='disk' takes the one for temporary files), or, with an accelerator, offload to host memory: "
+        "offload='cpu'."
     )
 
 

@@ -26,8 +26,8 @@ CHUNK = 4 << 20
 """Bytes that move in one go, a multiple of a block."""
 
 _WAYS_OUT = (
-    "Name another directory (offload='/some/directory'), let less go there (a smaller disk_budget=, or none), or "
-    "offload to host memory (offload='cpu')."
+    "Name another directory (offload='/some/directory'), or offload to host memory (offload='cpu') if there is an "
+    "accelerator."
 )
 
 _WAYS_TO_MORE = "Raise disk_budget= or leave it out, or move less (a larger min_bytes=)."

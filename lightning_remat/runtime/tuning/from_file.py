@@ -57,9 +57,10 @@ class FilePilot:
     def sentence(self) -> str:
         """The plan, in words."""
         plan = self.plan
+        moved = f", the results of {sum(plan.move)} are moved" if plan.moves else ""
         return (
             f"plan {self.path}: predicted peak {format_bytes(plan.peak_bytes)} for the step it was made from, "
-            f"{sum(plan.drop)} of {len(plan.names)} ops run again"
+            f"{sum(plan.drop)} of {len(plan.names)} ops run again{moved}"
         )
 
     @property

@@ -54,7 +54,7 @@ class Known:
         keeps_all: the plan in force drops nothing.
         tries: steps in which its peak is still to be measured.
         measured: what was counted in a step under the plan; None before.
-        extra_seconds: time of replay in the last such step; None before.
+        extra_seconds: time of replay and of fetching in the last such step; None before.
         like: plans for another shape of the same sequence: what they drop, and what they move.
         transfer: where contents may move to; None: nothing moves.
         recompute: whether a plan may drop anything.

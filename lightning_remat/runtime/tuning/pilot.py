@@ -322,8 +322,8 @@ class Pilot(Relief):
                 active.tries = max(active.tries, 1)  # something could not leave: that says nothing of the plan
             elif measuring is not None:
                 self.chooser.compare(active, measuring)
-            elif self.clock.replayed_ops or active.keeps_all:
-                active.extra_seconds = self.clock.seconds
+            elif self.clock.replayed_ops or self.clock.fetch_seconds or active.keeps_all:
+                active.extra_seconds = self.clock.seconds + self.clock.fetch_seconds
             if active.rests and self._begun_with is not None:
                 self._covered.add(self._accumulating, self._begun_with)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_remat import RematStrategy
-from tests.helpers.exact import EVERYTHING, recompute_all
+from tests.helpers.exact import EVERYTHING
 from tests.helpers.training import Result
 from tests.integrations import test_models as models
 from tests.integrations import test_training as training
@@ -19,7 +19,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "offload only": {"policy": "offload_only"},
     "full": {"policy": "full"},
     "selective": {"policy": "selective"},
-    "recompute all, verified": {"policy": recompute_all, "verify": True},
+    "selective, verified": {"policy": "selective", "verify": True},
     "auto": {"policy": "auto", "budget": TIGHT},
     "auto without recomputation": {"policy": "offload_only", "budget": TIGHT},
 }
@@ -71,7 +71,7 @@ def plain_training(name: str) -> Result:
 AROUND = [
     pytest.param(name, policy, marks=[pytest.mark.slow] if policy in PLANNED else [])
     for name in training.CASES
-    for policy in ("offload only", "full", "recompute all, verified", "auto without recomputation")
+    for policy in ("offload only", "full", "selective, verified", "auto without recomputation")
 ]
 
 

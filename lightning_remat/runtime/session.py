@@ -248,7 +248,7 @@ class Remat(Stepping):
         pilot = self._pilot if isinstance(self._pilot, Pilot) else None
         if pilot is not None and not self._depth:
             pilot.conclude_if_over()
-        return remembering.write(self.counters, self._kept_ops, pilot)
+        return remembering.write(self._counters, self._kept_ops, pilot)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what another run learned, from the next step on; before or after :meth:`bind`.
@@ -260,7 +260,7 @@ class Remat(Stepping):
         found = remembering.read(state)
         if found is None:
             return
-        found.count(self.counters)
+        found.count(self._counters)
         for op in found.kept_ops:
             self._never_again(op)
         if found.memory is not None and isinstance(self._pilot, Pilot):

@@ -6,6 +6,7 @@ safely: Python has one thread (this is checked), libraries have no work in their
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -36,6 +37,10 @@ def in_fork(job: Callable[[], Any]) -> Ended:
     Args:
         job: returns something that JSON can carry.
     """
+    gc.collect()  # engines that nobody closed, with threads of their own
+    for thread in threading.enumerate():
+        if thread.name.startswith("lightning-remat-offload"):
+            thread.join(10)
     if threading.active_count() > 1:
         raise RuntimeError("a process with several threads must not be forked")
     read, write = os.pipe()

@@ -48,7 +48,6 @@ def test_a_write_that_fails(monkeypatch, place, number):
                 content.finish_out()
     assert os.strerror(number) in str(caught.value)
     assert "Name another directory" in str(caught.value)
-    assert "disk_budget" in str(caught.value)
     assert "offload='cpu'" in str(caught.value)
     assert isinstance(caught.value.__cause__, OSError)
     assert not content.is_out()

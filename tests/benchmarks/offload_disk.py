@@ -41,6 +41,7 @@ from lightning_remat.runtime.bandwidth import Bandwidth, measure
 from lightning_remat.runtime.memory import measure_peak
 
 _STEPS = 3  # of each variant in a process of its own, before resident memory is looked at
+_WIDTH = 140  # of tables that go to a file
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -301,6 +302,7 @@ def main(
     directory: Annotated[Path | None, typer.Option(help="Where; the directory for temporary files.")] = None,
     in_flight: Annotated[str | None, typer.Option(help="Bytes in flight, as Offload takes them.")] = None,
     slow: Annotated[float | None, typer.Option(min=0.001, help="Slow the disk down to so many MB/s.")] = None,
+    fixed_policies: Annotated[bool, typer.Option(help="The first table.")] = True,
     rss: Annotated[bool, typer.Option(help="Resident memory, each variant in a process of its own.")] = True,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads within an op; torch's choice by default.")] = None,
     child_text: Annotated[str | None, typer.Option("--child", hidden=True)] = None,
@@ -315,6 +317,7 @@ def main(
     shape = Shape(blocks=blocks, width=width, context=context, batch=batch)
     where = Where(directory=str(directory or tempfile.gettempdir()), in_flight=in_flight)
     console = Console()
+    console = console if console.is_terminal else Console(width=_WIDTH)
     with ExitStack() as stack:
         # What others have measured there is of no use: a disk that is slowed down is another one, and so is a new day.
         os.environ["XDG_CACHE_HOME"] = stack.enter_context(tempfile.TemporaryDirectory())
@@ -322,7 +325,7 @@ def main(
         place = DiskPlace(where.directory)
         disk = measure(place, where.directory)
         place.close()
-        rows = [] if slow else policies(shape, where, rounds, rss)
+        rows = policies(shape, where, rounds, rss) if fixed_policies and not slow else []
         if rows:
             console.print(policies_table(shape, rows, disk))
         of_budgets = budgets(shape, where, rounds, [float(s) for s in shares.split(",")])

@@ -13,6 +13,7 @@ import torch
 
 from lightning_remat.engine.eviction import Eviction
 from lightning_remat.engine.offload.disk import DiskPlace
+from lightning_remat.engine.offload.extents import BLOCK
 from lightning_remat.engine.offload.host import HostPlace
 from lightning_remat.engine.offload.mover import Mover
 from lightning_remat.engine.offload.place import Place, Traffic
@@ -23,7 +24,16 @@ from lightning_remat.errors import ConfigurationError, OffloadError
 from lightning_remat.offload_option import Offload
 from lightning_remat.planning.trace import Trace
 from lightning_remat.planning.transfer import Transfer
-from lightning_remat.runtime.bandwidth import Bandwidth, bandwidth_of, device_name, key_of_disk, key_of_host
+from lightning_remat.runtime.bandwidth import (
+    CONTENT_BYTES,
+    TINY_BYTES,
+    TOTAL_BYTES,
+    Bandwidth,
+    bandwidth_of,
+    device_name,
+    key_of_disk,
+    key_of_host,
+)
 from lightning_remat.runtime.counters import Counters
 from lightning_remat.runtime.room import free_memory
 from lightning_remat.runtime.saying import Once
@@ -202,7 +212,12 @@ class Offloading:
             key, where = key_of_host(device), device_name(device)
         else:
             key, where = key_of_disk(option.directory, option.checksum), str(option.directory)
-        found = bandwidth_of(place, key, where, device=device)
+        cap = TOTAL_BYTES if self._cap is None else max(self._cap // BLOCK * BLOCK, TINY_BYTES)
+        total, content = (
+            min(TOTAL_BYTES, cap),
+            min(CONTENT_BYTES, cap),
+        )  # what the budget is too small for would be refused
+        found = bandwidth_of(place, key, where, device=device, total_bytes=total, content_bytes=content)
         self._counted = replace(place.traffic)
         if self.mover is not None:
             self.mover.seconds_per_byte = 1 / found.out_bytes_per_second + 1 / found.in_bytes_per_second

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_remat import OffloadError
+from lightning_remat import Offload, OffloadError, Remat
 from lightning_remat.engine.offload.place import Traffic
 from lightning_remat.runtime import bandwidth
 from lightning_remat.runtime.bandwidth import (
@@ -294,3 +294,19 @@ def test_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert key_of_host(torch.device("cpu")) not in (key, key_of_host(torch.device("meta")))
     monkeypatch.setattr(bandwidth.socket, "gethostname", lambda: "another")
     assert key_of_disk(tmp_path, True) != key
+
+
+@pytest.mark.parametrize("budget", [2 * MIB, 20 * MIB])
+def test_a_budget_below_what_is_measured_with_is_no_refusal(tmp_path: Path, cache: Path, budget: int) -> None:
+    """Plans still move there: it is measured with less."""
+    remat = Remat(budget="1400KiB", offload=Offload(tmp_path, disk_budget=budget, min_bytes=0))
+    net = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(6)])
+    for _ in range(3):
+        with remat:
+            loss = net(torch.ones(512, 64)).square().mean()
+        loss.backward()
+    assert remat.plan is not None
+    assert remat.plan.transfer is not None
+    assert cache.is_file()
+    assert remat.counters.offload_refused == 0
+    remat.close()

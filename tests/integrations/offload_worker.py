@@ -49,7 +49,7 @@ class Watched(Lit):
 def trained(directory: Path | None, at: int = -1, call: Callable[[Any], object] = bool) -> tuple[dict[str, Any], Any]:
     """Train, plainly where no directory is given; returns what is left behind, and the engine."""
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
+    warnings.filterwarnings("ignore")  # advice on stderr; what counts is the outcome that is written
     strategy: Any = "auto"
     if directory is not None:
         strategy = RematStrategy(policy="offload_only", offload=Offload(directory, min_bytes=0, in_flight=1))

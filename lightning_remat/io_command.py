@@ -168,7 +168,7 @@ def _table(facts: dict[str, Any], found: list[Measured]) -> Table:
         title = f"Host memory, from {facts['accelerator']} and back"
     table = Table(title=title, title_justify="left")
     table.add_column("")
-    for name in ("write", "read", "latency", "CPU s per GB"):
+    for name in ("write", "read", "latency", "CPU s per GB", "delay s per GB"):
         table.add_column(name, justify="right", no_wrap=True)
     for one in found:
         b = one.bandwidth
@@ -178,6 +178,7 @@ def _table(facts: dict[str, Any], found: list[Measured]) -> Table:
             _rate(b.in_bytes_per_second),
             format_seconds(b.latency_seconds),
             three_digits(b.cpu_seconds_per_byte * GB),
+            three_digits(b.delay_seconds_per_byte * GB),
         )
     return table
 

@@ -10,6 +10,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, cuBLA
 import hypothesis
 import pytest
 import torch
+from tqdm import tqdm
 
 pytest.register_assert_rewrite("tests.helpers")
 
@@ -47,6 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
     How a kernel splits its work, and with it the last bit, can depend on the number of threads.
     """
     torch.set_num_threads(1)
+    tqdm.monitor_interval = 0  # progress bars without a thread that outlives them: some tests fork
 
 
 @pytest.fixture(autouse=True)

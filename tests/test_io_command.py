@@ -44,6 +44,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
             in_bytes_per_second=8e8 if plain else 1e9,
             latency_seconds=2.5e-4,
             cpu_seconds_per_byte=2e-10 if plain else 2.5e-10,
+            delay_seconds_per_byte=4e-10,
             measured_at=1e12 if not options["fresh"] else 2e12,
             place=place.name,
             where=where,

@@ -34,7 +34,11 @@ CONTENT_BYTES = 8 * 2**20
 TINY_BYTES = 4096
 ROUNDS = 3
 
-_FORMAT = 1
+_WARM = 5  # operations that are timed to know how many of them are as long as a transfer
+_MOST_WORK = 5000
+_DELAY_SECONDS = 0.2  # about as long transfers last beside which others work
+
+_FORMAT = 2
 _HOST = torch.device("cpu")
 
 Clock = Callable[[], float]
@@ -50,6 +54,9 @@ class Bandwidth:
         latency_seconds: what a tiny content takes in one direction; the mean of both.
         cpu_seconds_per_byte: processor time of this process for a byte in one direction, checksums included; the mean
             of both.
+        delay_seconds_per_byte: by how much a byte on its way, in one direction, holds up operations that run meanwhile
+            and are bound by memory, as those are that recomputation would have to run instead; the mean of both. On an
+            accelerator 0: there the copies have engines of their own.
         measured_at: seconds since the epoch.
         place: ``"cpu"`` or ``"disk"``.
         where: the directory, or the name of the accelerator, for people to read.
@@ -59,6 +66,7 @@ class Bandwidth:
     in_bytes_per_second: float
     latency_seconds: float
     cpu_seconds_per_byte: float
+    delay_seconds_per_byte: float
     measured_at: float
     place: str
     where: str
@@ -80,6 +88,7 @@ def measure(
     clock: Clock = time.perf_counter,
     cpu_clock: Clock = time.process_time,
     now: Clock = time.time,
+    work: Callable[[Tensor], object] = torch.neg,
 ) -> Bandwidth:
     """Move contents to a place and back, and see how long that takes; medians of a few rounds.
 
@@ -96,6 +105,8 @@ def measure(
         clock: seconds that pass.
         cpu_clock: processor seconds of this process.
         now: seconds since the epoch.
+        work: an operation on a tensor of ``content_bytes``, bound by memory; how long it takes while contents are on
+            their way says by how much they hold it up.
 
     Raises:
         OffloadError: the place is full or closed, cannot be written to or read from, or gives back something else.
@@ -112,11 +123,16 @@ def measure(
         *(_trip(place, sources, buffers, device, clock, cpu_clock) for _ in range(rounds)), strict=True
     )
     moved = count * content_bytes
+    delay = 0.0
+    if device.type == "cpu":
+        some = max(1, min(count, int(_DELAY_SECONDS / max((median(outs) + median(ins)) / (2 * count), 1e-9))))
+        delay = _delay(place, sources[:some], buffers[:some], (median(outs) + median(ins)) / 2 / count, rounds, clock, work)
     return Bandwidth(
         out_bytes_per_second=moved / max(median(outs), 1e-9),
         in_bytes_per_second=moved / max(median(ins), 1e-9),
         latency_seconds=latency,
         cpu_seconds_per_byte=median(cpu) / (2 * moved),
+        delay_seconds_per_byte=delay,
         measured_at=now(),
         place=place.name,
         where=where,
@@ -152,6 +168,47 @@ def _trip(
             raise OffloadError(f"what came back from {place.name!r} is not what was written: it cannot be used.")
         buffer.zero_()  # so that the next round does not find its bytes there
     return there - start, end - there, cpu
+
+
+def _delay(
+    place: Place,
+    sources: list[Tensor],
+    buffers: list[Tensor],
+    seconds: float,
+    rounds: int,
+    clock: Clock,
+    work: Callable[[Tensor], object],
+) -> float:
+    """By how much ``work`` takes longer for each byte that is on its way meanwhile; ``seconds``: of one content alone."""
+    operand = torch.ones(sources[0].nbytes // 4)
+
+    def worked(times: int) -> float:
+        start = clock()
+        for _ in range(times):
+            work(operand)
+        return clock() - start
+
+    worked(_WARM)
+    # Half as long again as the transfers by themselves, which are slower now, so that most of them fall into it.
+    times = max(1, min(_MOST_WORK, int(1.5 * seconds * len(sources) / max(worked(_WARM) / _WARM, 1e-9))))
+    differences = []
+    for _ in range(rounds):
+        alone, contents = worked(times), []
+        try:
+            contents = [place.take(source) for source in sources]
+            beside = worked(times)
+            for content in contents:
+                content.finish_out()
+            for content, buffer in zip(contents, buffers, strict=True):
+                content.begin_back(buffer)
+            beside += worked(times)
+            for content in contents:
+                content.finish_back()
+        finally:
+            for content in contents:
+                content.release()
+        differences.append(beside - alone - worked(times))
+    return max(0.0, median(differences)) / (2 * sum(source.nbytes for source in sources))
 
 
 def _settle(device: torch.device) -> None:

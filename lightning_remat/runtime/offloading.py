@@ -198,7 +198,7 @@ class Offloading:
             in_bytes_per_second=rates.in_bytes_per_second,
             latency_seconds=rates.latency_seconds,
             # Elsewhere the processor has time while the device computes.
-            cpu_seconds_per_byte=rates.cpu_seconds_per_byte / (os.cpu_count() or 1) if device.type == "cpu" else 0.0,
+            cpu_seconds_per_byte=rates.delay_seconds_per_byte if device.type == "cpu" else 0.0,
             min_bytes=self.option.least_bytes,
             window_bytes=bound,
             ahead_bytes=bound,

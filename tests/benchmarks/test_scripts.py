@@ -132,6 +132,7 @@ def test_planning_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert row["planning_seconds"]["0.75"] > 0
 
 
+@pytest.mark.allow_leak("loggers")  # the script silences them for the rest of what is its own process elsewhere
 def test_lengths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Plain training does not get through the epoch, ours does, in the same budget as the fixed policies."""
     sizes = ("--blocks", "3", "--width", "32", "--context", "192", "--batch", "4", "--count", "8")
@@ -148,6 +149,7 @@ def test_lengths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         assert rows[name]["peak_bytes"] <= found["budget_bytes"]
 
 
+@pytest.mark.allow_leak("loggers")  # the script silences them for the rest of what is its own process elsewhere
 def test_overhead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A training is plain and ours in turns, and as many batches of each count."""
     written = run(monkeypatch, "overhead.py", tmp_path, "--steps", "13", "--in-a-row", "2")

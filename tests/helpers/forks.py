@@ -41,8 +41,9 @@ def in_fork(job: Callable[[], Any]) -> Ended:
     for thread in threading.enumerate():
         if thread.name.startswith("lightning-remat-offload"):
             thread.join(10)
-    if threading.active_count() > 1:
-        raise RuntimeError("a process with several threads must not be forked")
+    others = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
+    if others:
+        raise RuntimeError(f"a process with several threads must not be forked; the others: {others}")
     read, write = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -8,6 +8,7 @@ Known weakness: PyTorch shows only the top of the saved-tensor hook stack, so th
 itself goes unseen. State of other threads is not looked at.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -142,6 +143,22 @@ def _end_process_group(before: bool) -> None:
         dist.destroy_process_group()
 
 
+# Where what we say and what Lightning says is logged; tests of messages read it.
+_LOGGERS = ("lightning_remat", "lightning", "lightning.pytorch", "lightning.fabric", "pytorch_lightning", "py.warnings")
+
+
+def _read_loggers() -> dict[str, tuple[int, bool, bool]]:
+    found = {name: logging.getLogger(name) for name in _LOGGERS}
+    return {name: (logger.level, logger.disabled, logger.propagate) for name, logger in found.items()}
+
+
+def _write_loggers(before: dict[str, tuple[int, bool, bool]]) -> None:
+    for name, (level, disabled, propagate) in before.items():
+        logger = logging.getLogger(name)
+        logger.setLevel(level)
+        logger.disabled, logger.propagate = disabled, propagate
+
+
 # The modes come first: what is put back later must not run under a mode that leaked.
 WATCHED: dict[str, Watched] = {
     "dispatch modes": Watched(
@@ -171,6 +188,7 @@ WATCHED: dict[str, Watched] = {
     "deterministic algorithms": Watched(read=_read_deterministic, write=_write_deterministic),
     "cudnn flags": Watched(read=_read_cudnn, write=_write_cudnn),
     "number of threads": Watched(read=torch.get_num_threads, write=torch.set_num_threads),
+    "loggers": Watched(read=_read_loggers, write=_write_loggers),
     "process group": Watched(read=_process_group_exists, write=_end_process_group),
 }
 

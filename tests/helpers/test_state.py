@@ -1,3 +1,4 @@
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,7 @@ LEAKS = {
     "deterministic algorithms": lambda: torch.use_deterministic_algorithms(True),
     "cudnn flags": lambda: setattr(torch.backends.cudnn, "deterministic", True),
     "number of threads": _set_number_of_threads,
+    "loggers": lambda: logging.getLogger("lightning_remat").setLevel(logging.ERROR),
 }
 
 

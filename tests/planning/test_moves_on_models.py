@@ -35,6 +35,7 @@ RATES = Bandwidth(
     in_bytes_per_second=1e12,
     latency_seconds=0.0,
     cpu_seconds_per_byte=0.0,
+    delay_seconds_per_byte=0.0,
     measured_at=0.0,
     place="memory",
     where="",

@@ -106,7 +106,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def clocks(time: Time) -> dict[str, object]:
-    return {"clock": lambda: time.wall, "cpu_clock": lambda: time.cpu, "now": lambda: time.date}
+    def work(operand: Tensor) -> None:
+        time.wall += 0.001
+
+    return {"clock": lambda: time.wall, "cpu_clock": lambda: time.cpu, "now": lambda: time.date, "work": work}
 
 
 def measured(place: FakePlace, **options: object) -> Bandwidth:
@@ -116,7 +119,7 @@ def measured(place: FakePlace, **options: object) -> Bandwidth:
 
 def made(**options: object) -> Bandwidth:
     given = {"out_bytes_per_second": 2e9, "in_bytes_per_second": 1e9, "latency_seconds": 1e-4,
-             "cpu_seconds_per_byte": 1e-10, "measured_at": 1_000_000.0, "place": "disk", "where": "/spill"}  # fmt: skip
+             "cpu_seconds_per_byte": 1e-10, "delay_seconds_per_byte": 3e-10, "measured_at": 1_000_000.0, "place": "disk", "where": "/spill"}  # fmt: skip
     return Bandwidth(**(given | options))
 
 
@@ -138,6 +141,23 @@ def test_latency_is_that_of_a_tiny_content() -> None:
     assert measured(place).latency_seconds == pytest.approx(0.25)
 
 
+@pytest.mark.parametrize("slower", [0.0, 0.002])
+def test_a_delay_is_what_work_loses_while_contents_are_on_their_way(slower: float) -> None:
+    time = Time()
+    place = FakePlace(time)
+    done = []
+
+    def work(operand: Tensor) -> None:
+        busy = any(not content.released for content in place.contents)
+        done.append(busy)
+        time.wall += 0.001 + slower * busy
+
+    found = measured(place, work=work)
+    # As long as a transfer and a half, in each direction; what it moves meanwhile is four contents of MIB / 4.
+    assert done.count(True) == 3 * 2 * 22  # 1.5 x 15 ms of both directions' mean, in operations of 1 ms
+    assert found.delay_seconds_per_byte == pytest.approx(2 * 22 * slower / (2 * MIB))
+
+
 def test_a_single_slow_round_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     place = FakePlace(Time())
     take = place.take
@@ -156,7 +176,7 @@ def test_everything_is_given_back() -> None:
     before = torch.get_rng_state()
     place = FakePlace(Time())
     measured(place, rounds=2)
-    assert len(place.contents) == 5 + 2 * 4
+    assert len(place.contents) == 5 + 2 * 4 + 2 * 4
     assert all(content.released == 1 for content in place.contents)
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -164,7 +184,7 @@ def test_everything_is_given_back() -> None:
 def test_a_total_below_one_content() -> None:
     place = FakePlace(Time())
     measured(place, total_bytes=1, content_bytes=MIB, rounds=1)
-    assert sum(content.nbytes == MIB for content in place.contents) == 1
+    assert sum(content.nbytes == MIB for content in place.contents) == 2  # one for speed, one for what it holds up
 
 
 def test_a_place_that_alters_bytes_is_no_place() -> None:
@@ -232,11 +252,11 @@ def test_what_is_too_old_goes_from_the_file(cache: Path) -> None:
 
 DAMAGED = {
     "empty": "",
-    "half": '{"format": 1, "places": {"key": {"out_by',
-    "another format": '{"format": 2, "places": {}}',
+    "half": '{"format": 2, "places": {"key": {"out_by',
+    "another format": '{"format": 1, "places": {}}',
     "a list": "[]",
-    "no places": '{"format": 1}',
-    "places is a list": '{"format": 1, "places": []}',
+    "no places": '{"format": 2}',
+    "places is a list": '{"format": 2, "places": []}',
     "deep": "[" * 100_000,
     "binary": "\udcff\udcfe",
 }

@@ -111,10 +111,11 @@ class Planner:
         makeup.append(f"gradients and other memory of the step {format_bytes(others)}")
         makeup.append(f"activations and their recomputation {format_bytes(smallest.peak_bytes - others)}")
         where = f" in {largest.module}" if largest.module else ""
+        ways = "" if self.transfer is not None else ", or let values leave with offload="
         return BudgetError(
             f"budget={format_bytes(budget)} is not feasible: the smallest peak of any plan found is "
             f"{format_bytes(need)}, {need:,} bytes ({', '.join(makeup)}; the largest single op, {largest.name}{where}, "
-            f"takes {format_bytes(size)}). Raise the budget to that, or use a smaller batch or shorter sequences.",
+            f"takes {format_bytes(size)}). Raise the budget to that, use a smaller batch or shorter sequences{ways}.",
             budget,
             need,
         )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.table import Table
 
 from lightning_remat.engine.ledger import Ledger, Line
+from lightning_remat.errors import ConfigurationError
 from lightning_remat.reporting.text import Folding, Plain
 from lightning_remat.sizes import format_bytes
 
@@ -43,6 +46,24 @@ def rows_of(blocks: list[str], ledger: Ledger | None) -> dict[tuple[str, str], R
 
 class Report(Plain, Table):
     """A ``rich`` table that can be printed plainly as well."""
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the table as plain text; pages, plots and data are of a plan, which there is under a budget.
+
+        Returns:
+            The path.
+
+        Raises:
+            ConfigurationError: a suffix other than ``.txt``.
+        """
+        path = Path(path)
+        if path.suffix.lower() != ".txt":
+            raise ConfigurationError(
+                f"path={str(path)!r}: there is no plan, so there is nothing to draw. Set budget=, and save the report "
+                "after the second step; or end the path in .txt for this table."
+            )
+        path.write_text(str(self), encoding="utf-8")
+        return path
 
 
 def report_table(title: str, blocks: list[str], ledger: Ledger | None, without: str = "no step yet") -> Report:

@@ -150,6 +150,9 @@ def test_the_error_speaks_of_the_smallest_peak_with_moves() -> None:
     with pytest.raises(BudgetError) as error:
         planner.result(1)
     assert error.value.smallest_bytes == planner.smallest().peak_bytes < Planner(trace).smallest().peak_bytes
+    assert "offload=" not in str(error.value)
+    with pytest.raises(BudgetError, match="or let values leave with offload="):
+        Planner(trace).result(1)
     assert planner.result(planner.smallest().peak_bytes).chosen.peak_bytes == planner.smallest().peak_bytes
 
 

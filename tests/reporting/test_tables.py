@@ -2,13 +2,14 @@
 
 import io
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 from torch import nn
 
-from lightning_remat import Offload, Remat, print_kept
+from lightning_remat import ConfigurationError, Offload, Remat, print_kept
 from lightning_remat.engine.actions import ActionTable
 from lightning_remat.engine.ledger import Ledger, ModuleStack
 from lightning_remat.engine.moving import MovingLedgerTape
@@ -38,6 +39,19 @@ def text_of(table: object, width: int = 110) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(table)
     return console.file.getvalue()
+
+
+def test_the_table_is_saved_as_text_and_nothing_else(tmp_path: Path) -> None:
+    """Pages, plots and data are of a plan; the error says how to get one."""
+    remat = Remat(policy="full")
+    with remat:
+        loss = Model()(X).sum()
+    loss.backward()
+    assert remat.report().save(tmp_path / "report.txt").read_text(encoding="utf-8") == str(remat.report())
+    for name in ("report.html", "report.svg", "report.json", "report"):
+        with pytest.raises(ConfigurationError, match=r"there is no plan.*Set budget="):
+            remat.report().save(tmp_path / name)
+        assert not (tmp_path / name).exists()
 
 
 def test_the_report_adds_up() -> None:

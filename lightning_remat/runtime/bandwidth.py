@@ -125,8 +125,9 @@ def measure(
     moved = count * content_bytes
     delay = 0.0
     if device.type == "cpu":
-        some = max(1, min(count, int(_DELAY_SECONDS / max((median(outs) + median(ins)) / (2 * count), 1e-9))))
-        delay = _delay(place, sources[:some], buffers[:some], (median(outs) + median(ins)) / 2 / count, rounds, clock, work)
+        alone = (median(outs) + median(ins)) / (2 * count)  # of one content
+        some = max(1, min(count, int(_DELAY_SECONDS / max(alone, 1e-9))))
+        delay = _delay(place, sources[:some], buffers[:some], alone, rounds, clock, work)
     return Bandwidth(
         out_bytes_per_second=moved / max(median(outs), 1e-9),
         in_bytes_per_second=moved / max(median(ins), 1e-9),
@@ -179,7 +180,7 @@ def _delay(
     clock: Clock,
     work: Callable[[Tensor], object],
 ) -> float:
-    """By how much ``work`` takes longer for each byte that is on its way meanwhile; ``seconds``: of one content alone."""
+    """By how much ``work`` takes longer for each byte on its way meanwhile; ``seconds``: of one content by itself."""
     operand = torch.ones(sources[0].nbytes // 4)
 
     def worked(times: int) -> float:

@@ -119,7 +119,8 @@ def measured(place: FakePlace, **options: object) -> Bandwidth:
 
 def made(**options: object) -> Bandwidth:
     given = {"out_bytes_per_second": 2e9, "in_bytes_per_second": 1e9, "latency_seconds": 1e-4,
-             "cpu_seconds_per_byte": 1e-10, "delay_seconds_per_byte": 3e-10, "measured_at": 1_000_000.0, "place": "disk", "where": "/spill"}  # fmt: skip
+             "cpu_seconds_per_byte": 1e-10, "delay_seconds_per_byte": 3e-10, "measured_at": 1_000_000.0,
+             "place": "disk", "where": "/spill"}  # fmt: skip
     return Bandwidth(**(given | options))
 
 

@@ -46,6 +46,17 @@ def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith(THREADS)]
 
 
+def settle(place: DiskPlace) -> None:
+    """Wait until all transfers that were asked for are over, whatever became of them, and nobody holds their bytes."""
+    depot = place._depot
+    if depot is None:
+        return
+    idle = threading.Barrier(place.workers + 1)
+    for _ in range(place.workers):  # what runs has ended when all threads are here
+        depot._crew.put(idle.wait)
+    idle.wait(60)
+
+
 def wait_for_threads() -> None:
     """Until those that have been told to end have ended; called when all have."""
     for thread in threads():

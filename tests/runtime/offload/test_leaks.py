@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_remat import Remat
 from tests.helpers.bits import difference_in_bits
-from tests.helpers.disk import damage_all, threads, wait_for_threads
+from tests.helpers.disk import damage_all, settle, threads, wait_for_threads
 from tests.helpers.forks import in_fork
 from tests.helpers.memory import live_objects, live_records, no_collector
 from tests.helpers.offloaded import Smooth, Training, everything, place_of, plainly
@@ -39,10 +39,7 @@ class Leaks:
         place = place_of(self.remat)
         depot = place._depot
         assert depot is not None
-        idle = threading.Barrier(place.workers + 1)
-        for _ in range(place.workers):  # what runs has ended when all threads are here
-            depot._crew.put(idle.wait)
-        idle.wait(60)
+        settle(place)
         return {
             "descriptors": descriptors(),
             "threads": threading.active_count(),

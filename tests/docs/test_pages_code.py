@@ -54,6 +54,12 @@ def test_code_is_the_same_in_every_language(language: str, page: Path) -> None:
     assert code(language) == code("en")
 
 
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_no_formatter_was_here(language: str) -> None:
+    """One that takes the mark of an included file for Python."""
+    assert not [page for page in pages(language) if "--8 <" in (SITE / language / page).read_text(encoding="utf-8")]
+
+
 def test_there_is_something_to_run() -> None:
     assert sum(len(to_run(page)) for page in ENGLISH) >= 10
 

@@ -60,12 +60,14 @@ def main() -> None:
     parser.add_argument("--save", type=Path, help="write report.html, .svg, .json and .txt into this folder")
     options = parser.parse_args()
 
+    print("== Without a plan")
     # --8<-- [start:without-a-plan]
     fixed = Remat(policy="selective")
     train(fixed, steps=1)
     print(fixed.report())
     # --8<-- [end:without-a-plan]
 
+    print("== The plan")
     # --8<-- [start:with-a-plan]
     remat = Remat(budget="32MiB")
     train(remat, steps=STEPS)

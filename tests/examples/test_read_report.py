@@ -20,7 +20,7 @@ def test_read_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     monkeypatch.setattr(sys, "argv", ["read_report.py", "--json", str(tmp_path / "f.json"), "--save", str(tmp_path)])
     runpy.run_path(str(EXAMPLES / "read_report.py"), run_name="__main__")
 
-    first, second = capsys.readouterr().out.split("Recomputation plan: peak ")
+    first, second = capsys.readouterr().out.split("== The plan\nRecomputation plan: peak ")
     assert "recomputation policy selective, 6 blocks: blocks.0 ... blocks.5" in first
     assert "the first step, its warm-up included" in first
     matrices = [line.split("│")[4].strip() for line in first.splitlines() if "│ expensive │" in line]

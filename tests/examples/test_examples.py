@@ -46,10 +46,12 @@ def test_every_script_is_tested() -> None:
     assert scripts == {
         "byte_budget.py",
         "demo_gpt.py",
+        "guide_facts.py",
         "plain_pytorch.py",
         "lightning_selective.py",
         "offload.py",
         "out_of_memory.py",
+        "start.py",
     }
 
 

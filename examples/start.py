@@ -83,6 +83,7 @@ def main() -> None:
             "predicted_peak_bytes": strategy.remat.plan.peak_bytes,
             "replayed_ops": strategy.remat.stats.replayed_ops,
             "recorded_ops": strategy.remat.stats.recorded_ops,
+            "share": strategy.remat.measured_peak_bytes / plain_peak,
             "steps": STEPS,
             "same_weights": "yes" if same else "no",
         }

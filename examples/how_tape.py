@@ -74,10 +74,8 @@ def forward_and_backward(model: nn.Module, x: Tensor, tape: ToyTape | None) -> t
     if tape is None:
         kept = measure_peak(forward).left_bytes
     else:
-        # --8<-- [start:use]
         with torch.autograd.graph.saved_tensors_hooks(tape.find, tape.unpack), tape:
             kept = measure_peak(forward).left_bytes
-        # --8<-- [end:use]
     model.zero_grad()
     losses[0].backward()
     return kept, [p.grad.clone() for p in model.parameters() if p.grad is not None]

@@ -40,11 +40,9 @@ def train_plainly() -> tuple[LitByteGPT, int]:
 def train_within(budget: int) -> tuple[LitByteGPT, RematStrategy]:
     """The same under a budget: one argument more."""
     model, data = model_and_data()
-    # --8<-- [start:fit]
     strategy = RematStrategy(budget=budget)  # strategy="remat": the same, with the memory that the device has
     trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_steps=STEPS, **QUIET)
     trainer.fit(model, data)
-    # --8<-- [end:fit]
     return model, strategy
 
 

@@ -86,7 +86,7 @@ def test_more_fits(figures: dict[str, float]) -> None:
 def test_plan_and_offload(figures: dict[str, float]) -> None:
     """The plan's peak is the predicted one, within the budget, with some of the ops run again."""
     assert figures["planned_peak"] == figures["planned_predicted"] <= figures["planned_budget"]
-    assert 0 < figures["planned_again"] < figures["planned_of"] / 2
+    assert 0 < figures["planned_again"] < figures["planned_of"]  # which ones depends on how long they took
     assert figures["offload_peak_offload_only"] < 0.15 * figures["offload_plain"]
     assert figures["offload_out"] > 0.8 * figures["kept"]
 

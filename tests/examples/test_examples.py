@@ -46,11 +46,16 @@ def test_every_script_is_tested() -> None:
     assert scripts == {
         "byte_budget.py",
         "demo_gpt.py",
+        "guide_facts.py",
+        "how_planner.py",
+        "how_tape.py",
+        "how_tuner.py",
         "plain_pytorch.py",
         "lightning_selective.py",
         "offload.py",
         "out_of_memory.py",
         "read_report.py",
+        "start.py",
     }
 
 

@@ -66,8 +66,9 @@ def quiz(
 ) -> None:
     """Questions on recomputation and on this package, with the reason for each answer, in English, Spanish or Hindi.
 
-    Your answers are kept, and the first one to each question counts for the certificate. The commands below need no
-    answers: verify, and for organisers keygen, sign and stats.
+    Your answers are kept, and the first one to each question counts for the certificate.
+
+    Of the commands below, verify is for anyone; keygen, sign and stats are for organisers.
     """
     if context.invoked_subcommand is not None:
         return
@@ -93,6 +94,7 @@ def quiz(
         terminal.run(what, progress)
         if isinstance(what, Exam) and terminal.outcome(what, progress):
             written = _certify(terminal, bank, what, progress, name, certificate)
+        terminal.retry(what, progress)
     except (Left, KeyboardInterrupt):
         if progress.problem is None:
             terminal.line(say["left"])

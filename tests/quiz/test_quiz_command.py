@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -19,10 +20,11 @@ from typer.testing import CliRunner
 from lightning_remat import cli, quiz_command
 from lightning_remat.quiz import terminal as terminal_module
 from lightning_remat.quiz.bank import BankError, load_bank
-from lightning_remat.quiz.certificate import verify
-from lightning_remat.quiz.progress import progress_file
+from lightning_remat.quiz.certificate import issue, verify
+from lightning_remat.quiz.progress import Progress, progress_file
 from lightning_remat.quiz.terminal import Terminal, understood
 from lightning_remat.quiz.words import words
+from tests.quiz import vectors
 
 BANK = load_bank(Path(__file__).parent / "tiny")
 SUMS = "4\nb\na c\n"
@@ -330,12 +332,6 @@ def test_verify_sign_and_keys() -> None:
 
 
 def test_what_does_not_pass_is_signed_with_a_note() -> None:
-    from datetime import date
-
-    from lightning_remat.quiz.certificate import issue
-
-    from . import vectors
-
     answers = {"two-and-two": 1, "what-it-prints": "doubled", "which-are-even": ()}
     text = issue(BANK.exam("first"), answers, "Ada", date(2026, 11, 29))
     run("keygen", "k.pem")
@@ -355,11 +351,6 @@ def test_statistics(tmp_path: Path) -> None:
     for name, input in (("A", SUMS), ("B", SUMS.replace("4", "5")), ("C", "4\na\na c\n")):
         # Passed or not: an organiser can collect every ID.
         run("--exam", "first", "--start-over", "--name", name, input=input)
-        from datetime import date
-
-        from lightning_remat.quiz.certificate import issue
-        from lightning_remat.quiz.progress import Progress
-
         answers = Progress(BANK, progress_file()).first(BANK.exam("first").questions)
         ids.append(issue(BANK.exam("first"), answers, name, date(2026, 11, 29)))
     (tmp_path / "ids.txt").write_text("\n".join([*ids, "hello", ids[0]]))

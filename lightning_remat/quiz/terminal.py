@@ -200,7 +200,7 @@ class Terminal:
         """Whether an answer is right, why, and where that is explained."""
         right = is_right(question, answer)
         self.line()
-        self.line(f"{self.say['right' if right else 'wrong']}.", "bold green" if right else "bold red")
+        self.line(self.say["right" if right else "wrong"], "bold green" if right else "bold red")
         if question.kind == "number":
             self._about_number(question, answer, right)
         elif question.kind == "several":
@@ -235,7 +235,7 @@ class Terminal:
             how = self.say["chosen" if choice.id in chosen else "missed"]
             belongs = self.say["belongs" if choice.id in right else "belongs_not"]
             self.marked(f"{self._named(question, choice)} ({how})", 2)
-            self.marked(f"{belongs}. {choice.why[self.language]}", 5)
+            self.marked(f"{belongs}: {choice.why[self.language]}", 5)
 
     def _named(self, question: Question, choice: Choice) -> str:
         return f"{LETTERS[question.choices.index(choice)]}) {choice.text[self.language]}"

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("mkdocs")  # the extra `docs`; the package itself does without
 from docs import hooks
 
 
@@ -157,6 +156,19 @@ def test_without_what_makes_quizzes(
     assert said == (
         [] if draft else ["tutorials/kept.md: <!-- quiz: kept --> is made by docs/quiz_pages, which is not there"]
     )
+
+
+def test_a_bank_that_is_not_complete(monkeypatch: pytest.MonkeyPatch, fakes: Fakes) -> None:
+    """It ends a build, and not a draft."""
+
+    def quiz_html(topic: str, language: str) -> str:
+        raise ValueError("no answers")
+
+    monkeypatch.setattr(fakes, "quiz_html", quiz_html)
+    mark = "<!-- quiz: kept -->"
+    assert hooks.on_page_content(mark, page("quiz/kept"), config(draft=True), files=None) == mark
+    with pytest.raises(ValueError, match="no answers"):
+        hooks.on_page_content(mark, page("quiz/kept"), config(), files=None)
 
 
 def test_the_switch_of_language_leads_to_the_same_page() -> None:

@@ -68,6 +68,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     # An error page would need to know at which address the site is, and a map of the site, too.
     config.theme.static_templates.clear()
     config.extra["words"] = words
+    config.extra["alternate"] = True  # there is a switch; theme/partials/alternate.html fills it
     config.extra["root"] = "" if language == "en" else "../"
     config.nav = _nav(config)
     return config
@@ -195,12 +196,14 @@ def _without_description(html: str) -> list[str]:
 
 
 def on_page_context(context: Any, page: Page, config: MkDocsConfig, nav: Navigation) -> Any:
-    """The other languages: the same page, not their first."""
-    config.extra["alternate"] = [
+    """The same page in each language; MkDocs' own way to write links mixes up ``howto/`` and ``../howto/``."""
+    to_root = "../" * page.url.count("/") + config.extra["root"]
+    context["languages"] = [
         {
-            "lang": code,
+            "code": code,
             "name": WORDS["words"][code]["language"],
-            "link": config.extra["root"] + ("" if code == "en" else f"{code}/") + page.url,
+            "link": to_root + ("" if code == "en" else f"{code}/") + page.url,
+            "here": code == _language(config),
         }
         for code in config.extra.get("built", LANGUAGES)
     ]

@@ -172,13 +172,14 @@ def test_a_bank_that_is_not_complete(monkeypatch: pytest.MonkeyPatch, fakes: Fak
 
 
 def test_the_switch_of_language_leads_to_the_same_page() -> None:
-    here = config("es")
-    hooks.on_page_context({}, page(), here, nav=None)
-    assert [(found["lang"], found["link"]) for found in here.extra["alternate"]] == [
-        ("en", "../tutorials/kept.html"),
-        ("es", "../es/tutorials/kept.html"),
-        ("hi", "../hi/tutorials/kept.html"),
+    context = hooks.on_page_context({}, page(), config("es"), nav=None)
+    assert [(found["code"], found["link"], found["here"]) for found in context["languages"]] == [
+        ("en", "../../tutorials/kept.html", False),
+        ("es", "../../es/tutorials/kept.html", True),
+        ("hi", "../../hi/tutorials/kept.html", False),
     ]
+    context = hooks.on_page_context({}, page("index"), config("en"), nav=None)
+    assert [found["link"] for found in context["languages"]] == ["index.html", "es/index.html", "hi/index.html"]
 
 
 def test_every_word_of_the_frame_is_there_in_every_language() -> None:

@@ -77,13 +77,11 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def _nav(config: MkDocsConfig) -> list[Any]:
     nav: list[Any] = []
     for section in WORDS["section"]:
-        pages = section["pages"]
+        pages = [section["page"]] if "page" in section else section["pages"]
         if _draft(config):
             pages = [page for page in pages if (Path(config.docs_dir) / page).is_file()]
-        if "title" not in section:
-            nav += pages
-        elif pages:
-            nav.append({section["title"][_language(config)]: pages})
+        if pages:
+            nav.append({section["title"][_language(config)]: pages[0] if "page" in section else pages})
     return nav
 
 

@@ -1,0 +1,154 @@
+"""Build the site: `python docs/build.py`. It lands in build/site, and works from a disk or any server.
+
+The reference of the API and the pages for developers come first (Sphinx), since the guide links to them by name; then
+the guide in each language (MkDocs), then a look at every link of the whole. Nothing is asked of the network. Whatever
+is missing or wrong ends the build.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import http.server
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+os.environ.setdefault("NO_MKDOCS_2_WARNING", "1")  # a banner about another release
+
+try:
+    import myst_parser
+    from mkdocs.commands.build import build as mkdocs
+    from mkdocs.config import load_config
+except ImportError as error:
+    sys.exit(f"{error}. What builds the site is installed by: pip install -c constraints.txt -e '.[docs]'")
+
+from docs import linkcheck
+from docs.hooks import API, LANGUAGES
+
+assert myst_parser  # looked for here, so that its absence has a name; Sphinx uses it
+SITE = ROOT / "build/site"
+
+
+class Failed(Exception):
+    """The site cannot be built; it says why."""
+
+
+def sphinx(builder: str, out: Path, *options: str) -> None:
+    """Run one of Sphinx's builders on docs/api.
+
+    Raises:
+        Failed: it was not content.
+    """
+    command = [sys.executable, "-m", "sphinx", "-q", "-b", builder, *options, "-d", str(API.parent / "doctrees")]
+    if subprocess.run([*command, "docs/api", str(out)], cwd=ROOT, check=False).returncode:
+        raise Failed(f"Sphinx ({builder}) found the above.")
+
+
+def guide(language: str, languages: list[str], *, draft: bool) -> None:
+    """Run MkDocs for one language.
+
+    Raises:
+        Failed: it was not content.
+    """
+    config = load_config(
+        str(ROOT / "docs/mkdocs.yml"),
+        docs_dir=str(ROOT / "docs/site" / language),
+        site_dir=str(SITE if language == "en" else SITE / language),
+        strict=not draft,
+    )
+    config.theme["language"] = language
+    config.extra.update(draft=draft, built=languages)
+    if draft:
+        config.mdx_configs["pymdownx.snippets"]["check_paths"] = False
+    config.plugins.on_startup(command="build", dirty=False)
+    try:
+        mkdocs(config)
+    except BaseException as error:  # MkDocs leaves by SystemExit, snippets by their own errors
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise Failed(f"The guide, language {language}: {error}") from error
+    finally:
+        config.plugins.on_shutdown()
+
+
+def build(*, draft: bool = False) -> None:
+    """Build everything.
+
+    Args:
+        draft: make do with what is there, and only say what is missing or wrong.
+
+    Raises:
+        Failed: something is missing or wrong; what was found is on standard error.
+    """
+    strict = [] if draft else ["-W", "--keep-going"]
+    if not draft:
+        step("examples in docstrings", sphinx, "doctest", API.parent / "doctest", "-W")
+    step("API reference", sphinx, "html", API, *strict)
+    languages = [lang for lang in LANGUAGES if (ROOT / "docs/site" / lang / "index.md").is_file()]
+    if not draft and (missing := set(LANGUAGES) - set(languages)):
+        raise Failed(f"docs/site has no index.md in {', '.join(sorted(missing))}.")
+    for language in languages:  # English first: it empties the folder that the others are in
+        step(f"guide, {language}", functools.partial(guide, draft=draft), language, languages)
+    ignored = shutil.ignore_patterns(".doctrees", ".buildinfo", "_sources")
+    shutil.copytree(API, SITE / "api", dirs_exist_ok=True, ignore=ignored)
+    step("links", functools.partial(links, draft=draft))
+
+
+def links(*, draft: bool) -> None:
+    """Look at every link of the finished site.
+
+    Raises:
+        Failed: one leads nowhere.
+    """
+    checked = linkcheck.check(SITE)
+    for fault in checked.faults:
+        print(fault, file=sys.stderr)
+    print(f"{checked.links} links on {checked.pages} pages, {len(checked.faults)} of them bad")
+    if checked.faults and not draft:
+        raise Failed("Links lead nowhere: see above.")
+
+
+def step(name: str, action: object, *args: object) -> None:
+    """Do one of the things that building consists of, and say how long it took."""
+    start = time.monotonic()
+    action(*args)  # type: ignore[operator]  # a function or a partial
+    print(f"{name}: {time.monotonic() - start:.1f} s", flush=True)
+
+
+def serve(port: int) -> None:
+    """Serve the finished site on this machine until interrupted."""
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(SITE))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", port), handler) as server:
+        print(f"http://127.0.0.1:{server.server_port}/index.html", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Build the site into build/site.")
+    parser.add_argument("--draft", action="store_true", help="make do with what is there, and only say what is wrong")
+    parser.add_argument("--serve", nargs="?", type=int, const=8000, metavar="PORT", help="and show it on this machine")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")  # or strict fails without a word
+    try:
+        build(draft=arguments.draft)
+    except Failed as failed:
+        sys.exit(f"The site was not built. {failed}")
+    print(f"built: {SITE.relative_to(ROOT)}/index.html")
+    if arguments.serve is not None:
+        serve(arguments.serve)
+
+
+if __name__ == "__main__":
+    main()

@@ -12,6 +12,7 @@ whether this is a draft, in ``extra``.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import re
 import sys
@@ -127,7 +128,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if mark[2]:
             page.meta["search"] = {"exclude": True}  # or results would print the answers
         if quiz is None and not _draft(config):
-            _warn(page, f"{mark[0]} is made by docs/quiz_pages.py, which is not there")
+            _warn(page, f"{mark[0]} is made by docs/quiz_pages, which is not there")
     if quiz is not None:
         markdown = re.sub(r"<!--\s*faq\s*-->", lambda _: quiz.faq_markdown(_language(config)), markdown)
     markdown, faults = measured.fill(markdown)
@@ -211,8 +212,8 @@ def _draft(config: MkDocsConfig) -> bool:
 
 
 def _quiz_pages(config: MkDocsConfig) -> ModuleType | None:
-    """docs/quiz_pages.py; None: it is not there, which :func:`on_page_markdown` says of the pages that need it."""
-    if not (ROOT / "docs/quiz_pages.py").is_file():
+    """docs/quiz_pages; None: it is not there, which :func:`on_page_markdown` says of the pages that need it."""
+    if importlib.util.find_spec("docs.quiz_pages") is None:
         return None
     return importlib.import_module("docs.quiz_pages")
 

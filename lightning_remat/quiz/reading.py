@@ -81,7 +81,7 @@ class Table:
     def __contains__(self, key: str) -> bool:
         return key in self._content
 
-    def keys(self) -> list[str]:
+    def left(self) -> list[str]:
         """What has not been taken yet."""
         return list(self._content)
 

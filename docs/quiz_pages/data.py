@@ -6,7 +6,8 @@ import hashlib
 import json
 from typing import Any
 
-from lightning_remat.quiz.bank import Question
+from lightning_remat.quiz.bank import Question, quiz_folder
+from lightning_remat.quiz.words import words as quiz_words
 
 from .text import bank, plain, words
 
@@ -22,6 +23,10 @@ def quiz_data(lang: str) -> dict[str, Any]:
     return {
         "lang": lang,
         "words": words(lang),
+        "certificate": {
+            "template": (quiz_folder() / "certificate.svg").read_text(encoding="utf-8"),
+            "words": quiz_words("certificate", lang),
+        },
         "topics": [
             {
                 "id": topic.id,

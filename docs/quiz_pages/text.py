@@ -14,10 +14,21 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
 from lightning_remat.quiz.bank import Bank, Question, load_bank
-from lightning_remat.quiz.reading import LANGUAGES, read_toml
+from lightning_remat.quiz.reading import LANGUAGES
+from lightning_remat.quiz.words import words as quiz_words
 
 HERE = Path(__file__).parent
 PAGES = HERE.parent / "site"
+_ALSO_IN_THE_TERMINAL = (
+    "error_mistyped",
+    "error_version",
+    "error_bank",
+    "error_name",
+    "name_matches",
+    "name_differs",
+    "signature_right",
+    "signature_wrong",
+)
 _MARKDOWN = MarkdownIt("commonmark", {"html": False})
 
 
@@ -29,9 +40,9 @@ def bank() -> Bank:
 
 @functools.cache
 def words(lang: str) -> dict[str, str]:
-    """The words of the quiz's pages in a language."""
-    table = read_toml(HERE / "words.toml")
-    return {key: table.text(key)[lang] for key in table.keys()}
+    """The words of the quiz's pages in a language, with those about certificates that the terminal says, too."""
+    verify = quiz_words("verify", lang)
+    return {**{key: verify[key] for key in _ALSO_IN_THE_TERMINAL}, **quiz_words("quiz", lang)}
 
 
 def inline(text: str) -> Markup:

@@ -47,21 +47,6 @@
 
   // ---- the certificate
 
-  /** The picture: a template whose {{words}} are put in as text, so that no name can be more than text. */
-  function draw(exam, name, id, link) {
-    const answers = Object.fromEntries(exam.questions.map((q) => [q.id, progress.get(q.id).first]));
-    const found = rematQuiz.verify(exams, id, name);
-    const values = certificateWords(exam, name, id, link, found, answers);
-    const picture = new DOMParser().parseFromString(rematQuiz.data.certificate, "image/svg+xml");
-    const fill = (text) => text.replace(/\{\{\s*([\w-]+)\s*\}\}/g, (_, key) => values[key] ?? "");
-    const walker = picture.createTreeWalker(picture, NodeFilter.SHOW_TEXT);
-    while (walker.nextNode()) walker.currentNode.nodeValue = fill(walker.currentNode.nodeValue);
-    for (const one of picture.querySelectorAll("*")) {
-      for (const attribute of one.attributes) attribute.value = fill(attribute.value);
-    }
-    return new XMLSerializer().serializeToString(picture);
-  }
-
   /** Where it can be verified: a fragment, which no server is sent. */
   function verifyLink(id, name) {
     const address = new URL("verify.html", location.href);
@@ -71,11 +56,15 @@
 
   function make(exam, here) {
     const field = here.querySelector("form input");
-    const name = field.value.normalize("NFC").trim().replace(/\s+/g, " ");
     const answers = Object.fromEntries(exam.questions.map((q) => [q.id, progress.get(q.id).first]));
+    let name;
     let id;
+    let picture;
     try {
+      name = rematQuiz.displayName(field.value);
       id = rematQuiz.issue(exam, answers, name);
+      const { template, words } = rematQuiz.data.certificate;
+      picture = rematQuiz.draw(template, rematQuiz.data.lang, words, exam, id, name, rematQuiz.verify([exam], id));
     } catch (error) {
       if (!(error instanceof rematQuiz.QuizError)) throw error;
       part("trouble", here).textContent = say(`error_${error.code}`);
@@ -87,7 +76,7 @@
     field.removeAttribute("aria-invalid");
     for (const other of exams) unmake(section(other));
     const link = verifyLink(id, name);
-    const source = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(draw(exam, name, id, link))}`;
+    const source = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(picture)}`;
     const image = part("image", here);
     image.src = source;
     image.alt = say("image", { name, exam: exam.title, id });

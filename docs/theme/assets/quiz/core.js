@@ -233,8 +233,49 @@ var rematQuiz = (() => {
     return noble.verify(bytes, Uint8Array.from([...utf8(SIGNED), ...read(text).raw]), keyBytes);
   }
 
+  // ---- the picture of a certificate, as lightning_remat/quiz/picture.py draws it
+
+  /** A name as it is written: composed, on one line, without what no XML can hold or turns the direction of writing. */
+  function displayName(name) {
+    const line = (text) => text.split(new RegExp(`[${SPACES}]+`)).filter((word) => word !== "").join(" ");
+    const unprintable = /[\x00-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff\u202a-\u202e\u2066-\u2069]/gu;
+    const shown = line(line(name.normalize("NFC")).replace(unprintable, ""));
+    normalName(shown); // an error if nothing can be seen of it
+    return shown;
+  }
+
+  /** A text with what stands in braces filled in. */
+  function fill(text, values) {
+    return text.replace(/\{([a-z_]+)\}/g, (_, place) => values[place]);
+  }
+
+  /** The template with its places filled in, as SVG. `found`: what verify() says of the ID; `words`: [certificate]. */
+  function draw(template, language, words, exam, id, name, found) {
+    const shown = displayName(name);
+    const values = {
+      language,
+      title: words.title,
+      exam: exam.title,
+      given_to: words.given_to,
+      name: shown,
+      name_size: Math.min(120, Math.floor(4320 / [...shown].length)),
+      score: fill(words.score, found),
+      pass_mark: fill(words.pass_mark, { percent: exam.pass_mark }),
+      day: fill(words.day, found),
+      id_label: words.id,
+      id,
+      id_size: Math.min(46, Math.floor(3400 / id.length)),
+      shows: words.shows,
+      shows_not: words.shows_not,
+      check: words.check,
+    };
+    const escapes = { "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" };
+    const escape = (value) => String(value).replace(/[&<>"]/g, (character) => escapes[character]);
+    return template.replace(/\{\{([a-z_]+)\}\}/g, (_, place) => escape(values[place]));
+  }
+
   return {
-    QuizError, coreText, digest, fromDays, isAnswer, isRight, issue, nameTag, normalName, passes, read, signed, size,
+    QuizError, coreText, digest, displayName, draw, fill, fromDays, isAnswer, isRight, issue, nameTag, normalName, passes, read, signed, size,
     toBase32, toBase64url, today, toDays, verify, width,
   };
 })();

@@ -91,7 +91,7 @@ rematQuiz.progress = (() => {
 
   /** A text of the page's language with what stands in braces filled in. */
   function say(word, values = {}) {
-    return rematQuiz.data.words[word].replace(/\{(\w+)\}/g, (_, name) => values[name]);
+    return rematQuiz.fill(rematQuiz.data.words[word], values);
   }
 
   probe();

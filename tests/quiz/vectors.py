@@ -18,10 +18,10 @@ from lightning_remat.quiz.grading import Core
 
 PATH = Path(__file__).parent.parent.parent / "quiz" / "vectors.json"
 ABOUT = (
-    "Vectors of certificates, version 1, for whoever reads or writes them. 'exams': their cores, with the digest (first "
-    "5 bytes, hex) and the width of the answers in bytes. 'issued': what makes which ID. 'read': what an ID says, or "
-    "the code of the error. 'names': tags (hex), or an error. 'signed': whether a signature is right. Made by "
-    "tests/quiz/vectors.py."
+    "Vectors of certificates, version 1, for whoever reads or writes them. 'exams': their cores, with the digest "
+    "(first 5 bytes, hex) and the width of the answers in bytes. 'issued': what makes which ID. 'read': what an ID "
+    "says, or the code of the error. 'names': tags (hex), or an error. 'signed': whether a signature is right. "
+    "Made by tests/quiz/vectors.py."
 )
 
 CORES = [

@@ -1,4 +1,4 @@
-"""What the scripts need to know of the bank: a script of its own, because a page opened from a disk can fetch nothing."""
+"""What the scripts need to know of the bank, as a script of its own: a page opened from a disk can fetch nothing."""
 
 from __future__ import annotations
 

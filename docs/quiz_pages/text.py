@@ -41,6 +41,8 @@ def bank() -> Bank:
 @functools.cache
 def words(lang: str) -> dict[str, str]:
     """The words of the quiz's pages in a language, with those about certificates that the terminal says, too."""
+    if lang not in LANGUAGES:
+        raise ValueError(f"{lang!r} is not a language of the site: {', '.join(LANGUAGES)}")
     verify = quiz_words("verify", lang)
     return {**{key: verify[key] for key in _ALSO_IN_THE_TERMINAL}, **quiz_words("quiz", lang)}
 
@@ -92,6 +94,4 @@ def _environment() -> jinja2.Environment:
 
 def render(template: str, lang: str, **values: object) -> str:
     """A template with the words of a language, as HTML."""
-    if lang not in LANGUAGES:
-        raise ValueError(f"{lang!r} is not a language of the site: {', '.join(LANGUAGES)}")
     return _environment().get_template(template).render(lang=lang, words=words(lang), bank=bank(), **values)

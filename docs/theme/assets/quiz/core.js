@@ -87,7 +87,7 @@ var rematQuiz = (() => {
   function toIndex(question, answer) {
     if (question.kind === "number") {
       const [low, high] = question.range;
-      if (!Number.isSafeInteger(answer) || answer < low || answer > high) throw new QuizError("answers");
+      if (!Number.isInteger(answer) || answer < low || answer > high) throw new QuizError("answers");
       return BigInt(answer) - BigInt(low);
     }
     const place = (id) => {

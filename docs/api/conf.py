@@ -23,7 +23,6 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.doctest",
     "sphinx.ext.napoleon",
-    "sphinx.ext.viewcode",
     "docs.api.directives",
 ]
 exclude_patterns = ["templates"]

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from lightning_remat import io_command, plan_command
+from lightning_remat import io_command, plan_command, quiz_command
 from lightning_remat.__about__ import __version__
 
 # Help texts here are plain: no shell completion is installed, and square brackets in them mean what they say.
@@ -62,6 +62,8 @@ app.command(
     "what that costs in processor time: by this, offload= is worth its while or not. Writes --size bytes to a file "
     "without a name, which is gone when the command ends.",
 )(io_command.bench_io)
+
+app.add_typer(quiz_command.app, name="quiz")
 
 
 def examples_folder() -> Path:

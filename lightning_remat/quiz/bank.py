@@ -21,7 +21,7 @@ __all__ = ["LANGUAGES", "Bank", "BankError", "Choice", "Exam", "Near", "Question
 SCHEMA = 1
 MAKE_ANSWERS = "run `python -m lightning_remat.quiz.answers`"
 MOST_CHOICES = 8
-"""For questions with several right choices: what was chosen is a set of bits in a certificate."""
+"""They are named by letters in a terminal, and a set of bits in a certificate where several are right."""
 
 Kind: TypeAlias = Literal["single", "several", "number"]
 Answer: TypeAlias = str | tuple[str, ...] | int
@@ -303,9 +303,8 @@ def _choice_parts(table: Table, question: Question) -> Question:
         text = one.text("text") if prints is None else dict.fromkeys(LANGUAGES, f"`{prints}`")
         choices.append(Choice(id, text, one.text("why"), prints))
         one.done()
-    most = MOST_CHOICES if question.kind == "several" else 26
-    if not 2 <= len(choices) <= most:
-        raise table.error("choice", f"is there {len(choices)} times, but must be from 2 to {most} times")
+    if not 2 <= len(choices) <= MOST_CHOICES:
+        raise table.error("choice", f"is there {len(choices)} times, but must be from 2 to {MOST_CHOICES} times")
     seen = {"id": [choice.id for choice in choices]}
     seen |= {f"text.{language}": [choice.text[language] for choice in choices] for language in LANGUAGES}
     for what, values in seen.items():

@@ -70,6 +70,24 @@ class Item:
     options: tuple[str, ...] | tuple[int, int]
     answer: Answer
 
+    @classmethod
+    def of(cls, question: Question) -> Item:
+        """Of a question of the bank; a ``ValueError`` where its answer was not loaded."""
+        if question.answer is None:
+            raise ValueError(f"the answer to {question.id!r} was not loaded: load_bank(answers=True) does")
+        options = question.range or tuple(choice.id for choice in question.choices)
+        return cls(question.id, question.kind, options, question.answer)
+
+    @classmethod
+    def from_data(cls, data: Any) -> Item:
+        """Of what :meth:`data` returned, or JSON made of it."""
+        id, kind, options, answer = data
+        return cls(id, kind, tuple(options), tuple(answer) if isinstance(answer, list) else answer)
+
+    def data(self) -> list[Any]:
+        """As a list, to be written as JSON."""
+        return [self.id, self.kind, list(self.options), as_json(self.answer)]
+
     @property
     def size(self) -> int:
         """How many different answers there are."""
@@ -132,18 +150,17 @@ class Core:
     @classmethod
     def of(cls, exam: Exam) -> Core:
         """Of an exam of the bank."""
-        return cls(exam.id, exam.pass_mark, tuple(_item(question) for question in exam.questions))
+        return cls(exam.id, exam.pass_mark, tuple(Item.of(question) for question in exam.questions))
 
     @classmethod
     def from_data(cls, data: Any) -> Core:
         """Of what :meth:`data` returned, or JSON made of it."""
         exam, pass_mark, items = data
-        return cls(exam, pass_mark, tuple(Item(id, kind, tuple(o), _frozen(answer)) for id, kind, o, answer in items))
+        return cls(exam, pass_mark, tuple(Item.from_data(item) for item in items))
 
     def data(self) -> list[Any]:
         """As lists, to be written as JSON: exam, pass mark, and of each item id, kind, options, answer."""
-        items = [[item.id, item.kind, list(item.options), _thawed(item.answer)] for item in self.items]
-        return [self.exam, self.pass_mark, items]
+        return [self.exam, self.pass_mark, [item.data() for item in self.items]]
 
     @cached_property
     def digest(self) -> bytes:
@@ -164,16 +181,6 @@ def grade(exam: Exam | Core, answers: Mapping[str, Answer]) -> Score:
     return Score(right, len(core.items), len(right) * 100 >= core.pass_mark * len(core.items))
 
 
-def _item(question: Question) -> Item:
-    if question.answer is None:
-        raise ValueError(f"the answer to {question.id!r} was not loaded: load_bank(answers=True) does")
-    options = question.range or tuple(choice.id for choice in question.choices)
-    return Item(question.id, question.kind, options, question.answer)
-
-
-def _frozen(answer: Any) -> Answer:
-    return tuple(answer) if isinstance(answer, list) else answer
-
-
-def _thawed(answer: Answer) -> Any:
+def as_json(answer: Answer) -> Any:
+    """An answer as JSON has it."""
     return list(answer) if isinstance(answer, tuple) else answer

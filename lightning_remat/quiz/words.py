@@ -16,7 +16,7 @@ _PLACE = re.compile(r"\{([a-z_]+)\}")
 class Words(dict[str, str]):
     """The words of a screen in one language, those that all screens share included."""
 
-    def say(self, key: str, **values: object) -> str:
+    def say(self, key: str, /, **values: object) -> str:
         """With what stands in braces filled in; a ``KeyError`` where a value is missing.
 
         >>> Words({"counts": "{right} of {of}"}).say("counts", right=3, of="{4}")

@@ -1,7 +1,7 @@
 """The built site in Chromium, from a server and from the disk. Every page that a test opens is watched.
 
-`python docs/build.py` builds what is looked at. Chromium is the one that the environment variable CHROMIUM names, or one
-on the path; no browser is downloaded.
+`python docs/build.py` builds what is looked at. Chromium is the one that the environment variable CHROMIUM names, or
+one on the path; no browser is downloaded.
 """
 
 from __future__ import annotations
@@ -116,5 +116,3 @@ def visit(browser: Browser) -> Iterator[Visitor]:
     yield visitor
     visitor.close()
     assert not visitor.faults, "errors in the console, or requests to other hosts"
-
-

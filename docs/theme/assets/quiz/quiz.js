@@ -20,8 +20,8 @@
 
   // ---- one question
 
-  const form = (q) => root.querySelector(`[data-question="${q.id}"]`);
-  const inputs = (q) => [...form(q).querySelectorAll("input")];
+  const box = (q) => root.querySelector(`[data-question="${q.id}"]`);
+  const inputs = (q) => [...box(q).querySelectorAll("input")];
 
   /** Reads digits of any script that a keyboard may have; everything that is no whole number in range is null. */
   function toNumber(q, text) {
@@ -52,10 +52,10 @@
   /** Takes away what was said about an answer that is no longer the one in the controls. */
   function clear(q) {
     shown.delete(q.id);
-    part("feedback", form(q)).replaceChildren();
-    part("feedback", form(q)).className = "rq-feedback";
-    part("more", form(q)).hidden = true;
-    part("others", form(q)).hidden = true;
+    part("feedback", box(q)).replaceChildren();
+    part("feedback", box(q)).className = "rq-feedback";
+    part("more", box(q)).hidden = true;
+    part("others", box(q)).hidden = true;
     if (q.kind === "number") inputs(q)[0].removeAttribute("aria-invalid");
   }
 
@@ -63,13 +63,13 @@
     clear(q);
     const [low, high] = q.range ?? [];
     const text = q.kind === "number" ? say("number_first", { low, high }) : say("choose_first");
-    part("feedback", form(q)).append(element("p", "rq-verdict", text));
+    part("feedback", box(q)).append(element("p", "rq-verdict", text));
     if (q.kind === "number") inputs(q)[0].setAttribute("aria-invalid", "true");
   }
 
   /** The reasons of the options that were chosen, and those of the others, both as they stand in the page. */
   function reasons(q, answer) {
-    const items = [...part("answer", form(q)).querySelectorAll("li")];
+    const items = [...part("answer", box(q)).querySelectorAll("li")];
     const right = rematQuiz.isRight(q, answer);
     const isChosen = (item) => {
       if (q.kind !== "number") return [answer].flat().includes(item.dataset.choice);
@@ -91,7 +91,7 @@
     clear(q);
     shown.set(q.id, JSON.stringify(answer));
     const right = rematQuiz.isRight(q, answer);
-    const feedback = part("feedback", form(q));
+    const feedback = part("feedback", box(q));
     feedback.classList.add(right ? "rq-is-right" : "rq-is-wrong");
     const verdict = element("p", "rq-verdict");
     verdict.append(element("strong", right ? "rq-right" : "rq-wrong", say(right ? "verdict_right" : "verdict_wrong")));
@@ -106,10 +106,10 @@
     if (mine.length) feedback.append(made);
     const firstRight = rematQuiz.isRight(q, entry.first);
     if (firstRight !== right) feedback.append(element("p", "rq-first", say(firstRight ? "first_was_right" : "first_counts")));
-    feedback.append(part("explained", form(q)).cloneNode(true));
-    part("others", form(q)).replaceChildren(list(others));
-    part("more", form(q)).hidden = !others.length;
-    part("more", form(q)).firstElementChild.setAttribute("aria-expanded", "false");
+    feedback.append(part("explained", box(q)).cloneNode(true));
+    part("others", box(q)).replaceChildren(list(others));
+    part("more", box(q)).hidden = !others.length;
+    part("more", box(q)).firstElementChild.setAttribute("aria-expanded", "false");
   }
 
   function check(q) {
@@ -124,10 +124,10 @@
   }
 
   function prepare(q) {
-    const one = form(q);
+    const one = box(q);
     part("answer", one).hidden = true;
     part("tools", one).hidden = false;
-    one.addEventListener("submit", (event) => {
+    one.querySelector("form").addEventListener("submit", (event) => {
       event.preventDefault();
       check(q);
     });
@@ -163,7 +163,7 @@
 
   function showOnly(ids) {
     retrying = ids;
-    for (const q of topic.questions) form(q).hidden = ids !== null && !ids.includes(q.id);
+    for (const q of topic.questions) box(q).hidden = ids !== null && !ids.includes(q.id);
     root.classList.toggle("rq-retrying", ids !== null);
   }
 
@@ -210,5 +210,5 @@
   refresh();
   part("progress").hidden = false;
   part("end").hidden = false;
-  for (const q of topic.questions) part("feedback", form(q)).setAttribute("role", "status"); // from now on, said aloud
+  for (const q of topic.questions) part("feedback", box(q)).setAttribute("role", "status"); // from now on, said aloud
 })();

@@ -77,13 +77,11 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def _nav(config: MkDocsConfig) -> list[Any]:
     nav: list[Any] = []
     for section in WORDS["section"]:
-        pages = section["pages"]
+        pages = [section["page"]] if "page" in section else section["pages"]
         if _draft(config):
             pages = [page for page in pages if (Path(config.docs_dir) / page).is_file()]
-        if "title" not in section:
-            nav += pages
-        elif pages:
-            nav.append({section["title"][_language(config)]: pages})
+        if pages:
+            nav.append({section["title"][_language(config)]: pages[0] if "page" in section else pages})
     return nav
 
 
@@ -208,6 +206,14 @@ def on_page_context(context: Any, page: Page, config: MkDocsConfig, nav: Navigat
         for code in config.extra.get("built", LANGUAGES)
     ]
     return context
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """A name for the search's dialog, for those who cannot see it; Material gives it none."""
+    nameless = 'class="md-search" data-md-component="search" role="dialog"'
+    if nameless not in output:
+        _warn(page, "Material has changed the search's dialog: see whether it has a name now")
+    return output.replace(nameless, f'{nameless} aria-label="{config.extra["words"]["search"]}"')
 
 
 # ---------------------------------------------------------------------- helpers

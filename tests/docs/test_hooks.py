@@ -187,7 +187,7 @@ def test_every_word_of_the_frame_is_there_in_every_language() -> None:
     assert tuple(hooks.LANGUAGES) == ("en", "es", "hi")
     for language in hooks.LANGUAGES:
         assert hooks.WORDS["words"][language].keys() == english.keys()
-        assert all("title" not in section or section["title"][language] for section in hooks.WORDS["section"])
+        assert all(section["title"][language] for section in hooks.WORDS["section"])
 
 
 def test_pages_in_order(tmp_path: Path) -> None:
@@ -198,5 +198,5 @@ def test_pages_in_order(tmp_path: Path) -> None:
     here.docs_dir = str(tmp_path)
     assert hooks._nav(here) == [{"Tutoriales": ["tutorials/kept.md"]}]
     here.extra["draft"] = False
-    assert hooks._nav(here)[0] == "index.md"
+    assert hooks._nav(here)[0] == {"Inicio": "index.md"}
     assert len(hooks._nav(here)) == len(hooks.WORDS["section"])

@@ -8,6 +8,9 @@ RematError
 ├── OffloadError (also a RuntimeError)       what has left the device cannot be had back, or cannot leave it
 ├── ReplayError (also a RuntimeError)        a dropped value cannot be computed again as it was
 └── RestoreError (also a RuntimeError)       what a failed step changed cannot be put back; nothing was
+
+The quiz (``lightning_remat/quiz``) has its own beside them: BankError, AnswerError, CertificateError, SigningError,
+StatisticsError.
 """
 
 from __future__ import annotations

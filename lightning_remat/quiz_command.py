@@ -66,8 +66,9 @@ def quiz(
 ) -> None:
     """Questions on recomputation and on this package, with the reason for each answer, in English, Spanish or Hindi.
 
-    Your answers are kept, and the first one to each question counts for the certificate. The commands below need no
-    answers: verify, and for organisers keygen, sign and stats.
+    Your answers are kept, and the first one to each question counts for the certificate.
+
+    Of the commands below, verify is for anyone; keygen, sign and stats are for organisers.
     """
     if context.invoked_subcommand is not None:
         return
@@ -75,10 +76,14 @@ def quiz(
     bank = _loaded()
     what = _wanted(bank, topic, exam)
     _refuse_without_exam(what, name, certificate)
-    console = Console()
+    if name is not None:
+        try:
+            name = display_name(name)
+        except CertificateError as error:
+            raise _refused(f"--name={name!r}: {error}.") from error
     progress = Progress(bank, progress_file())
     say = words("terminal", language)
-    terminal = Terminal(console, say, language, _linker(site, language))
+    terminal = Terminal(Console(), say, language, _linker(site, language))
     if progress.damaged is not None:
         terminal.line(say.say("damaged", file=progress.damaged))
     if start_over:
@@ -93,6 +98,7 @@ def quiz(
         terminal.run(what, progress)
         if isinstance(what, Exam) and terminal.outcome(what, progress):
             written = _certify(terminal, bank, what, progress, name, certificate)
+        terminal.retry(what, progress)
     except (Left, KeyboardInterrupt):
         if progress.problem is None:
             terminal.line(say["left"])
@@ -124,18 +130,15 @@ def _certify(
     terminal: Terminal, bank: Bank, exam: Exam, progress: Progress, name: str | None, file: Path | None
 ) -> bool:
     """Make a certificate, say what it shows and what it does not, and write it; returns whether it was written."""
-    shown = None
-    while shown is None:
+    while name is None:
         try:
-            shown = display_name(terminal.ask(terminal.say["ask_name"], leave="") if name is None else name)
-        except CertificateError as error:
-            if name is not None:
-                raise _refused(f"--name={name!r}: {error}.") from error
+            name = display_name(terminal.ask(terminal.say["ask_name"], leave=""))
+        except CertificateError:
             terminal.line(words("verify", terminal.language)["error_name"])
-    text = issue(exam, progress.first(exam.questions), shown, date.today())
+    text = issue(exam, progress.first(exam.questions), name, date.today())
     say = words("certificate", terminal.language)
     terminal.line()
-    terminal.line(terminal.say.say("certificate", name=shown), "bold")
+    terminal.line(terminal.say.say("certificate", name=name), "bold")
     terminal.console.print(Text(text), soft_wrap=True, highlight=False)  # in one line, to be copied
     terminal.line()
     for key in ("shows", "shows_not", "check"):
@@ -143,7 +146,7 @@ def _certify(
     if file is None:
         return False
     try:
-        file.write_text(draw(bank, text, shown, terminal.language), encoding="utf-8")
+        file.write_text(draw(bank, text, name, terminal.language), encoding="utf-8")
     except OSError as error:
         terminal.line(terminal.say.say("not_written", file=file, problem=error.strerror or error))
         return False

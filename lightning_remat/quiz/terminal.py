@@ -59,7 +59,7 @@ class Terminal:
 
     def marked(self, text: str, indent: int = 0, style: str = "") -> None:
         """One paragraph of inline Markdown."""
-        self.console.print(Padding(self._inline(text, style), (0, 0, 0, indent)), highlight=False)
+        self.console.print(Padding(self._inline(text, style), (0, 0, 0, indent), expand=False), highlight=False)
 
     def _inline(self, text: str, style: str = "") -> Text:
         """Markdown's inline code and emphasis. Where there are no styles, code keeps its marks."""
@@ -146,7 +146,7 @@ class Terminal:
     # ---- the quiz
 
     def run(self, what: Topic | Exam, progress: Progress) -> None:
-        """Ask what was not answered yet, and then, as often as wanted, what was missed."""
+        """Ask what was not answered yet."""
         questions = what.questions
         self.line()
         self.line(what.title[self.language], "bold")
@@ -157,15 +157,18 @@ class Terminal:
                 self._one(question, number, len(questions), progress)
         self.line()
         self.line(self.say.say("all_answered", right=progress.right(questions), of=len(questions)), "bold")
-        while missed := progress.missed(questions):
-            if not self._retry(len(missed)):
-                return
-            for number, question in enumerate(questions, 1):
-                if question in missed:
-                    self._one(question, number, len(questions), progress)
-            self.line()
 
-    def _retry(self, count: int) -> bool:
+    def retry(self, what: Topic | Exam, progress: Progress) -> None:
+        """Ask again what was missed, as often as that is wanted."""
+        while missed := progress.missed(what.questions):
+            self.line()
+            if not self._retry_wanted(len(missed)):
+                return
+            for number, question in enumerate(what.questions, 1):
+                if question in missed:
+                    self._one(question, number, len(what.questions), progress)
+
+    def _retry_wanted(self, count: int) -> bool:
         self.line(self.say["first_counts"], "dim")
         while True:
             found = self.ask(self.say.say("retry", count=count)).lower()
@@ -197,7 +200,7 @@ class Terminal:
         """Whether an answer is right, why, and where that is explained."""
         right = is_right(question, answer)
         self.line()
-        self.line(f"{self.say['right' if right else 'wrong']}.", "bold green" if right else "bold red")
+        self.line(self.say["right" if right else "wrong"], "bold green" if right else "bold red")
         if question.kind == "number":
             self._about_number(question, answer, right)
         elif question.kind == "several":
@@ -232,7 +235,7 @@ class Terminal:
             how = self.say["chosen" if choice.id in chosen else "missed"]
             belongs = self.say["belongs" if choice.id in right else "belongs_not"]
             self.marked(f"{self._named(question, choice)} ({how})", 2)
-            self.marked(f"{belongs}. {choice.why[self.language]}", 5)
+            self.marked(f"{belongs}: {choice.why[self.language]}", 5)
 
     def _named(self, question: Question, choice: Choice) -> str:
         return f"{LETTERS[question.choices.index(choice)]}) {choice.text[self.language]}"

@@ -189,8 +189,15 @@ def test_keyboard_alone(visit: Visitor, base: str) -> None:
             assert not here.locator('[data-rq="others"]').is_visible()
 
 
-def test_feedback_is_said_aloud(visit: Visitor, served: str) -> None:
+def test_what_screen_readers_say(visit: Visitor, served: str) -> None:
     page = visit(served + page_of("single"))
+    for number, question in enumerate(bank().topic(of_kind("single").topic).questions, 1):
+        name = f"{number}. {plain(question.prompt['en'])}"
+        group = page.get_by_role("group", name=name, exact=True)
+        assert group.count() == 1, "the options belong to a question"
+        for choice in question.choices:
+            role = "checkbox" if question.kind == "several" else "radio"
+            assert group.get_by_role(role, name=plain(choice.text["en"]), exact=True).count() == 1
     regions = page.locator('[data-rq="feedback"]')
     assert {regions.nth(i).get_attribute("role") for i in range(regions.count())} == {"status"}
 

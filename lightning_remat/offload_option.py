@@ -19,7 +19,8 @@ from lightning_remat.sizes import parse_amount
 class Offload:
     """Where activations that are kept for backward wait until they are asked for, and within which limits.
 
-    ``offload="disk"`` is short for ``offload=Offload("disk")``.
+    ``offload="disk"`` is short for ``offload=Offload("disk")``. Contents are written behind and read ahead of the step,
+    as in vDNN (Rhu et al., 2016).
 
     Args:
         to: ``"cpu"`` (host memory; it takes an accelerator to move them from), ``"disk"`` (the directory for temporary

@@ -52,6 +52,9 @@ def print_kept(
         console: where to print, a ``rich`` console; standard output by default.
         **kwargs: what it is called with.
 
+    Raises:
+        Exception: whatever ``function`` raises, passed on.
+
     Example:
         >>> import torch
         >>> from rich.console import Console

@@ -62,6 +62,11 @@ class StepStats:
 class Remat(Stepping):
     """Activation recomputation for any PyTorch training loop, as a reusable context manager.
 
+    Ops are recorded by a dispatch mode, on a tape as in dynamic tensor rematerialisation (Kirisame et al., 2021).
+    Keeping block borders, every k-th or about sqrt(N) of them, is from "Training Deep Nets with Sublinear Memory Cost"
+    (Chen et al., 2016); ``"selective"`` follows "Reducing Activation Recomputation in Large Transformer Models"
+    (Korthikanti et al., 2022) and PyTorch's selective checkpointing, over ops instead of modules.
+
     Args:
         policy: ``"auto"``, ``"none"``, ``"full"``, ``"every:k"``, ``"sqrt"``, ``"selective"``, ``"offload_only"``
             (with ``offload``: nothing is recomputed, and what autograd saves leaves the device), a plan file

@@ -35,6 +35,12 @@ SECONDS = 300  # for one script, against a hang
 # A script of examples/ and its arguments. Each takes `--json FILE` as well, and runs in an empty folder.
 SCRIPTS: dict[str, tuple[str, ...]] = {
     "tutorial_kept": (),
+    "out_of_memory": (),
+    "offload": (),
+    "tutorial_devices": (),
+    "plain_pytorch": (),
+    "tutorial_huggingface": (),
+    "lightning_selective": (),
 }
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")

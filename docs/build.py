@@ -74,7 +74,7 @@ def guide(language: str, languages: list[str], *, draft: bool) -> None:
     except BaseException as error:  # MkDocs leaves by SystemExit, snippets by their own errors
         if isinstance(error, KeyboardInterrupt):
             raise
-        raise Failed(f"The guide, language {language}: {error}") from error
+        raise Failed(f"The guide, language {language}: {error}") from None
     finally:
         config.plugins.on_shutdown()
 
@@ -95,8 +95,14 @@ def build(*, draft: bool = False) -> None:
     languages = [lang for lang in LANGUAGES if (ROOT / "docs/site" / lang / "index.md").is_file()]
     if not draft and (missing := set(LANGUAGES) - set(languages)):
         raise Failed(f"docs/site has no index.md in {', '.join(sorted(missing))}.")
+    faults = []
     for language in languages:  # English first: it empties the folder that the others are in
-        step(f"guide, {language}", functools.partial(guide, draft=draft), language, languages)
+        try:
+            step(f"guide, {language}", functools.partial(guide, draft=draft), language, languages)
+        except Failed as failed:
+            faults.append(str(failed))
+    if faults:
+        raise Failed("\n".join(faults))
     ignored = shutil.ignore_patterns(".doctrees", ".buildinfo", "_sources")
     shutil.copytree(API, SITE / "api", dirs_exist_ok=True, ignore=ignored)
     step("links", functools.partial(links, draft=draft))

@@ -12,14 +12,16 @@ whether this is a draft, in ``extra``.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import re
 import sys
+from collections.abc import Callable
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
@@ -44,6 +46,7 @@ WORDS: dict[str, Any] = tomllib.loads((ROOT / "docs/nav.toml").read_text(encodin
 LANGUAGES = tuple(WORDS["words"])
 API = ROOT / "build/docs/api"
 FIGURES = "assets/figures"
+T = TypeVar("T")
 
 measured = Measured(ROOT / "docs/results")
 pictures = Pictures(ROOT / "docs/results/figures", ROOT / "docs/diagrams")
@@ -65,6 +68,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     # An error page would need to know at which address the site is, and a map of the site, too.
     config.theme.static_templates.clear()
     config.extra["words"] = words
+    config.extra["alternate"] = True  # there is a switch; theme/partials/alternate.html fills it
     config.extra["root"] = "" if language == "en" else "../"
     config.nav = _nav(config)
     return config
@@ -73,13 +77,11 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def _nav(config: MkDocsConfig) -> list[Any]:
     nav: list[Any] = []
     for section in WORDS["section"]:
-        pages = section["pages"]
+        pages = [section["page"]] if "page" in section else section["pages"]
         if _draft(config):
             pages = [page for page in pages if (Path(config.docs_dir) / page).is_file()]
-        if "title" not in section:
-            nav += pages
-        elif pages:
-            nav.append({section["title"][_language(config)]: pages})
+        if pages:
+            nav.append({section["title"][_language(config)]: pages[0] if "page" in section else pages})
     return nav
 
 
@@ -97,7 +99,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     if (unfilled := files.get_file_from_path("sitemap.xml")) is not None:
         files.remove(unfilled)  # MkDocs copies the template of what on_config has called off
     if (quiz := _quiz_pages(config)) is not None:
-        for path, content in quiz.assets(_language(config)).items():
+        for path, content in _from_bank(config, lambda: quiz.assets(_language(config)), {}).items():
             files.append(_generated(config, path, content))
     return files
 
@@ -127,9 +129,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if mark[2]:
             page.meta["search"] = {"exclude": True}  # or results would print the answers
         if quiz is None and not _draft(config):
-            _warn(page, f"{mark[0]} is made by docs/quiz_pages.py, which is not there")
+            _warn(page, f"{mark[0]} is made by docs/quiz_pages, which is not there")
     if quiz is not None:
-        markdown = re.sub(r"<!--\s*faq\s*-->", lambda _: quiz.faq_markdown(_language(config)), markdown)
+        markdown = re.sub(
+            r"<!--\s*faq\s*-->",
+            lambda found: _from_bank(config, lambda: quiz.faq_markdown(_language(config)), found[0]),
+            markdown,
+        )
     markdown, faults = measured.fill(markdown)
     for fault in faults:
         _warn(page, fault)
@@ -145,8 +151,9 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
         if module is None or mark[1] == "faq":
             return mark[0]
         if mark[2]:
-            return str(module.quiz_html(mark[2], language))
-        return str(module.certificate_html(language) if mark[1] == "certificate" else module.verify_html(language))
+            return _from_bank(config, lambda: str(module.quiz_html(mark[2], language)), mark[0])
+        make = module.certificate_html if mark[1] == "certificate" else module.verify_html
+        return _from_bank(config, lambda: str(make(language)), mark[0])
 
     def link(match: re.Match[str]) -> str:
         target = unescape(match["target"])
@@ -187,12 +194,14 @@ def _without_description(html: str) -> list[str]:
 
 
 def on_page_context(context: Any, page: Page, config: MkDocsConfig, nav: Navigation) -> Any:
-    """The other languages: the same page, not their first."""
-    config.extra["alternate"] = [
+    """The same page in each language; MkDocs' own way to write links mixes up ``howto/`` and ``../howto/``."""
+    to_root = "../" * page.url.count("/") + config.extra["root"]
+    context["languages"] = [
         {
-            "lang": code,
+            "code": code,
             "name": WORDS["words"][code]["language"],
-            "link": config.extra["root"] + ("" if code == "en" else f"{code}/") + page.url,
+            "link": to_root + ("" if code == "en" else f"{code}/") + page.url,
+            "here": code == _language(config),
         }
         for code in config.extra.get("built", LANGUAGES)
     ]
@@ -211,10 +220,21 @@ def _draft(config: MkDocsConfig) -> bool:
 
 
 def _quiz_pages(config: MkDocsConfig) -> ModuleType | None:
-    """docs/quiz_pages.py; None: it is not there, which :func:`on_page_markdown` says of the pages that need it."""
-    if not (ROOT / "docs/quiz_pages.py").is_file():
+    """docs/quiz_pages; None: it is not there, which :func:`on_page_markdown` says of the pages that need it."""
+    if importlib.util.find_spec("docs.quiz_pages") is None:
         return None
     return importlib.import_module("docs.quiz_pages")
+
+
+def _from_bank(config: MkDocsConfig, make: Callable[[], T], otherwise: T) -> T:
+    """What the quiz makes; in a draft, whose bank may not be complete, something else if it cannot."""
+    try:
+        return make()
+    except Exception as error:
+        if not _draft(config):
+            raise
+        log.warning("the quiz: %s", error)
+        return otherwise
 
 
 def _warn(page: Page, text: str) -> None:

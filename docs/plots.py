@@ -18,7 +18,7 @@ A figure in plots.toml:
     steps = true                              # a level holds until the next point, as memory does
     points = true                             # points are marked
     peak = true                               # the highest point is marked, its value beside it
-    [[growth.panel.line]]                     # a straight line at one figure
+    [[growth.panel.line]]                     # a straight line at one figure; two of them at most
     y = "budget_bytes"                        # or x
     label = { en = "..", .. }
     [[growth.panel.bar]]                      # or bars, one below the other, their values beside them; y is not used
@@ -121,11 +121,11 @@ def _draw_curves(axis: Any, panel: dict[str, Any], values: dict[str, Any], langu
                 f"{y[top]:.1f}", (x[top], y[top]), xytext=(0, 6), textcoords="offset points", ha="center", color=colour
             )
     axis.set_xlim(left=0 if panel["x"].get("from_zero", True) else None)
-    for line in panel.get("line", ()):
+    for line, dash in zip(panel.get("line", ()), ((0, (7, 3)), (0, (1, 2))), strict=False):
         which = "x" if "x" in line else "y"
         at = _scaled(panel, which, [values[line[which]]])[0]
         put = axis.axvline if which == "x" else axis.axhline
-        put(at, color=INK, lw=1.2, ls=(0, (7, 3)), label=line["label"][language])
+        put(at, color=INK, lw=1.2, ls=dash, label=line["label"][language])
     highest = _scaled(panel, "y", [values[panel["y"]["top"]]])[0] if "top" in panel["y"] else axis.get_ylim()[1]
     axis.set_ylim(0, highest * 1.06 or 1.0)
 
@@ -137,7 +137,7 @@ def _draw_bars(axis: Any, panel: dict[str, Any], values: dict[str, Any], languag
     axis.barh(places, lengths, color=[COLOURS[i % len(COLOURS)] for i in places], height=0.62)
     for place, length in zip(places, lengths, strict=True):
         axis.annotate(
-            f"{length:.3g}", (length, place), xytext=(5, 0), textcoords="offset points", va="center", color=INK
+            f"{length:.1f}", (length, place), xytext=(5, 0), textcoords="offset points", va="center", color=INK
         )
     axis.set_yticks(places, names)
     axis.set_xlim(0, max(lengths) * 1.14 or 1.0)
@@ -174,6 +174,6 @@ def _legend(canvas: Any, axes: Any) -> None:
             found.setdefault(label, handle)
     if found:
         canvas.legend(
-            list(found.values()), list(found), loc="outside upper left", ncols=min(3, len(found)), frameon=False,
+            list(found.values()), list(found), loc="outside upper left", ncols=min(4, len(found)), frameon=False,
             labelcolor=INK, handlelength=2.4, columnspacing=1.6,
         )  # fmt: skip

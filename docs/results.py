@@ -35,6 +35,8 @@ SECONDS = 300  # for one script, against a hang
 # A script of examples/ and its arguments. Each takes `--json FILE` as well, and runs in an empty folder.
 SCRIPTS: dict[str, tuple[str, ...]] = {
     "tutorial_kept": (),
+    "tutorial_policies": (),
+    "byte_budget": (),
     "out_of_memory": (),
     "offload": (),
     "tutorial_devices": (),

@@ -19,11 +19,30 @@ import torch
 
 
 class RematError(Exception):
-    """Base of every error that lightning-remat raises on its own account."""
+    """Base of every error that lightning-remat raises on its own account.
+
+    Example:
+        >>> from lightning_remat import Remat, RematError
+        >>> try:
+        ...     Remat(policy="ful")
+        ... except RematError as error:
+        ...     print(type(error).__name__)
+        ConfigurationError
+    """
 
 
 class ConfigurationError(RematError, ValueError):
-    """An option, or a combination of options with a model, that cannot work; nothing was changed."""
+    """An option, or a combination of options with a model, that cannot work; nothing was changed.
+
+    Raised before the first step wherever that can be known by then. It names the setting, the value and a way out.
+
+    Example:
+        >>> from lightning_remat import Remat
+        >>> Remat(budget="20GiB", policy="full")
+        Traceback (most recent call last):
+        ...
+        lightning_remat.errors.ConfigurationError: budget='20GiB' and policy='full' contradict each other: ...
+    """
 
 
 class BudgetError(ConfigurationError):
@@ -32,6 +51,12 @@ class BudgetError(ConfigurationError):
     Attributes:
         budget_bytes: what was asked for.
         smallest_bytes: the smallest peak that a plan has, in the same terms.
+
+    Example:
+        >>> from lightning_remat.errors import BudgetError
+        >>> error = BudgetError("does not fit", budget_bytes=1000, smallest_bytes=1500)
+        >>> error.smallest_bytes - error.budget_bytes
+        500
     """
 
     def __init__(self, message: str, budget_bytes: int, smallest_bytes: int) -> None:
@@ -45,7 +70,15 @@ class BudgetError(ConfigurationError):
 
 
 class PlanFileError(ConfigurationError):
-    """A plan file that cannot be read or written, is damaged, or is from a future version."""
+    """A plan file that cannot be read or written, is damaged, or is from a future version.
+
+    Example:
+        >>> from lightning_remat import Remat
+        >>> Remat(policy="not-there.json")
+        Traceback (most recent call last):
+        ...
+        lightning_remat.errors.PlanFileError: ...
+    """
 
 
 class NoMemoryLeft(RematError, torch.OutOfMemoryError):
@@ -59,6 +92,13 @@ class NoMemoryLeft(RematError, torch.OutOfMemoryError):
         held: what holds memory, by name, in bytes.
         tries: what was tried, in words and in order.
         irreversible: why the step could not be run again, where that ended it; None: it did not fit.
+
+    Example:
+        >>> import torch
+        >>> from lightning_remat import NoMemoryLeft
+        >>> error = NoMemoryLeft("no room", asked_bytes=4096, held={"parameters": 1024}, tries=("eviction",))
+        >>> isinstance(error, torch.OutOfMemoryError), error.held["parameters"]
+        (True, 1024)
     """
 
     def __init__(
@@ -83,15 +123,39 @@ class NoMemoryLeft(RematError, torch.OutOfMemoryError):
 
 
 class OffloadError(RematError, RuntimeError):
-    """What has left the device cannot be had back as it was, or cannot leave it."""
+    """What has left the device cannot be had back as it was, or cannot leave it.
+
+    Where the step can be undone, it is run again without offload instead; this is raised where it cannot, or where
+    ``retries=0`` asks for it.
+
+    Example:
+        >>> from lightning_remat import OffloadError
+        >>> issubclass(OffloadError, RuntimeError)
+        True
+    """
 
 
 class ReplayError(RematError, RuntimeError):
-    """A value that backward needs was dropped and can no longer be computed exactly as it was."""
+    """A value that backward needs was dropped and can no longer be computed exactly as it was.
+
+    Plain PyTorch raises its own error in the same place where a tensor saved for backward was written to; the text
+    begins with the same words then.
+
+    Example:
+        >>> from lightning_remat import ReplayError
+        >>> issubclass(ReplayError, RuntimeError)
+        True
+    """
 
 
 class RestoreError(RematError, RuntimeError):
-    """What a failed step changed cannot be put back as it was, so it must not be run again; nothing was put back."""
+    """What a failed step changed cannot be put back as it was, so it must not be run again; nothing was put back.
+
+    Example:
+        >>> from lightning_remat.errors import RestoreError
+        >>> issubclass(RestoreError, RuntimeError)
+        True
+    """
 
 
 MODIFIED = (

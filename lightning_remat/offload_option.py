@@ -42,6 +42,7 @@ class Offload:
             (the directory, the accelerator) is looked at where the option is used.
 
     Example:
+        >>> from lightning_remat import Offload
         >>> Offload("disk", disk_budget="200GiB")
         Offload(to='disk', host_budget=None, disk_budget='200GiB', min_bytes='64KiB', in_flight=None, checksum=True)
         >>> Offload("cpu", disk_budget="200GiB")

@@ -5,6 +5,7 @@ Nothing is fetched, so the names of Python, torch and Lightning are not links: s
 
 from __future__ import annotations
 
+import doctest
 import re
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.doctest",
     "sphinx.ext.napoleon",
-    "sphinx.ext.viewcode",
+    "docs.api.directives",
 ]
 exclude_patterns = ["templates"]
 templates_path = ["templates"]
@@ -38,7 +39,7 @@ autoclass_content = "class"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
-doctest_global_setup = "from lightning_remat import *"
+doctest_default_flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE  # as in pyproject.toml
 
 html_theme = "furo"
 html_title = "lightning-remat, API reference"
@@ -56,7 +57,10 @@ myst_enable_extensions = ["attrs_inline", "deflist"]
 # Names of others, which only an inventory from the network could turn into links.
 NOT_OURS = r"(torch|lightning|rich|collections|pathlib|typing|os|contextlib)\b.*"
 nitpick_ignore_regex = [("py:.*", NOT_OURS)]
-nitpick_ignore: list[tuple[str, str]] = []
+nitpick_ignore = [
+    ("py:class", "Path"),  # pathlib's, as it is written in a signature
+    ("py:class", "lightning_remat.runtime.session.T"),  # a type variable, which has no page
+]
 
 DEVELOPERS = ROOT / "docs"
 _REPOSITORY = re.compile(r"\[([^\]]+)\]\((?:\.\./)+([^)\s]+)\)")

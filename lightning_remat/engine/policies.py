@@ -31,6 +31,20 @@ class OpInfo:
         bytes: size of the storages that the op made or wrote.
         kind: ``"expensive"`` (matrix product, convolution, attention, ...), ``"cheap"`` or ``"random"``. Ops that may
             never be run again (collectives, foreign kernels, factories) are not asked about.
+
+    Example:
+        >>> import torch
+        >>> from lightning_remat import OpInfo, Remat
+        >>> asked = []
+        >>> def policy(op: OpInfo) -> str:
+        ...     asked.append((op.name, op.module, op.kind, op.bytes))
+        ...     return "recompute" if op.kind == "cheap" else "keep"
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU())
+        >>> with Remat(policy=policy):
+        ...     loss = model(torch.ones(2, 4)).sum()
+        >>> asked[:2]
+        [('aten.addmm.default', '0', 'expensive', 64), ('aten.gelu.default', '1', 'cheap', 64)]
+        >>> loss.backward()
     """
 
     name: str

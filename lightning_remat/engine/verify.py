@@ -41,6 +41,17 @@ class Verifier:
         values: number of saved values that were computed again from the tape and found equal.
         compared: number of comparisons: those of saved values, and one for each op that was run twice.
         differed: how many of these found a difference.
+
+    Example:
+        >>> import torch
+        >>> from lightning_remat import Remat
+        >>> remat = Remat(policy="selective", verify=True)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 1))
+        >>> with remat:
+        ...     loss = model(torch.ones(2, 4)).sum()
+        >>> loss.backward()
+        >>> sorted(remat.verifier.checked), remat.verifier.different
+        (['aten.gelu.default'], set())
     """
 
     def __init__(self, keep_from_now_on: Callable[[str], None]) -> None:

@@ -41,6 +41,7 @@ class RematCallback(Callback):
     Example:
         >>> from lightning.pytorch import Trainer
         >>> from lightning.pytorch.strategies import SingleDeviceStrategy
+        >>> from lightning_remat import RematCallback
         >>> callback = RematCallback(policy="full")
         >>> trainer = Trainer(strategy=SingleDeviceStrategy("cpu"), callbacks=[callback], logger=False)
     """

@@ -47,6 +47,7 @@ class RematStrategy(Recomputing, _Base):
 
     Example:
         >>> from lightning.pytorch import Trainer
+        >>> from lightning_remat import RematStrategy
         >>> trainer = Trainer(accelerator="cpu", strategy=RematStrategy(policy="full"), logger=False)
         >>> trainer.strategy.remat.policy
         'full'

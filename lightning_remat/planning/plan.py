@@ -24,6 +24,11 @@ class Candidate:
         waited_seconds: the part of ``extra_seconds`` in which the step stands still for transfers.
         moved_bytes: bytes of all contents that leave in a step.
         transfer: where they move to, with the bounds that the figures hold for; None: nothing moves.
+
+    Example:
+        >>> from lightning_remat.planning.plan import Candidate
+        >>> Candidate(drop=(True, False), peak_bytes=1024, extra_seconds=0.001).moves
+        False
     """
 
     drop: tuple[bool, ...]
@@ -53,6 +58,16 @@ class PlanResult:
             among them.
         plain: everything kept.
         transfer: the place that contents move to; None: nothing moves. If the chosen plan moves anything, its own.
+
+    Example:
+        >>> from lightning_remat.planning.plan import Candidate, PlanResult
+        >>> from lightning_remat.planning.trace import Trace
+        >>> plain = Candidate(drop=(), peak_bytes=1000, extra_seconds=0.0)
+        >>> result = PlanResult(
+        ...     trace=Trace(), static_bytes=500, budget_bytes=2000, chosen=plain, front=(plain,), plain=plain
+        ... )
+        >>> result.peak_bytes, result.smallest is plain
+        (1500, True)
     """
 
     trace: Trace

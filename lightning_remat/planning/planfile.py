@@ -26,18 +26,24 @@ class PlanFile:
     """What a plan file holds.
 
     Attributes:
-        sequence, sizes: fingerprints of the traced step; see :class:`~lightning_remat.planning.trace.Trace`.
+        sequence: fingerprint of the traced step's ops; see :class:`~lightning_remat.planning.trace.Trace`.
+        sizes: fingerprint of its sizes.
         names: overload of each op.
         modules: qualified name of the module that ran it.
         elements: size of its first output, in elements; -1: unknown.
         drop: whether its outputs are dropped.
         lean: the same for the plan with the smallest peak, for shapes that are larger than the traced one.
-        budget_bytes, static_bytes, peak_bytes: what was asked for, what was there between steps, what was predicted.
+        budget_bytes: what was asked for.
+        static_bytes: what was there between steps.
+        peak_bytes: the peak that was predicted.
         extra_seconds: predicted time of replay.
         device: type of the device that was traced.
-        move, lean_move: whether its outputs leave the device, for both plans; empty: none do.
-        window_bytes, ahead_bytes, min_bytes: what the plan takes for granted where something moves; see
+        move: whether its outputs leave the device; empty: none do.
+        lean_move: the same for the plan with the smallest peak.
+        window_bytes: what the plan takes for granted where something moves; see
             :class:`~lightning_remat.planning.transfer.Transfer`.
+        ahead_bytes: likewise.
+        min_bytes: likewise.
     """
 
     sequence: str

@@ -80,7 +80,8 @@ class Trace:
         savers: for each slot, the op whose node saved it; -1, or a list that is too short: not known.
         weights: for each op, bytes of the parameters whose gradients its node makes first; or a list that is too short:
             not known.
-        forward_seconds, backward_seconds: duration of the step's two parts, replays taken out.
+        forward_seconds: duration of the step's first part.
+        backward_seconds: duration of the second, replays taken out.
         device: type of the device, such as ``"cuda"``.
         source: ``"step"``, ``"fake"`` or ``"hand"``.
         borders: ops (by index) before which a block begins or ends; only for reports and as hints.

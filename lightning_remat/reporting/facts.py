@@ -33,7 +33,7 @@ class ModuleRow:
         freed_bytes: how much less stays in memory than if everything were kept; below 0 where something stays only
             because others are computed again from it.
         paid: price of what is computed again; None if nothing is, or if nothing is freed by it.
-        asked: price of computing again what is kept (:meth:`Kept.price`); None if nothing would be freed.
+        asked: price of computing again what is kept; None if nothing would be freed.
         blocks: blocks that the row sums up; 0 outside of blocks.
         blocks_recomputed: those in which something is computed again.
         moved_bytes: what leaves the device and comes back.
@@ -70,16 +70,20 @@ class PlanFacts:
         static_bytes: what is there between steps.
         static_parts: what that is made of; a last part ``"other"`` is what the named ones leave (below 0 if they
             come to more). Empty if not known.
-        predicted_peak_bytes, measured_peak_bytes: peak of a step, static memory included; None: not measured yet.
-        predicted_extra_seconds, measured_extra_seconds: what recomputation adds to a step; in the first, what transfers
-            add is included.
+        predicted_peak_bytes: peak of a step, static memory included.
+        measured_peak_bytes: the same, measured; None: not measured yet.
+        predicted_extra_seconds: what recomputation and transfers add to a step.
+        measured_extra_seconds: what recomputation adds, measured; None: not measured yet.
         step_seconds: measured duration of a step under the plan, recomputation included.
         traced_seconds: duration of the traced step, recomputation left out; 0 if not known.
         plain_peak_bytes: predicted peak if everything is kept.
-        smallest_peak_bytes, smallest_extra_seconds: of the plan with the lowest peak that was found.
-        kept_bytes, recomputed_bytes: sums over the rows.
-        peak, plain_peak: where the peak is, with this plan and if everything is kept.
-        paid_price: what the last bytes that were freed cost (:class:`Slope`).
+        smallest_peak_bytes: predicted peak of the plan with the lowest one that was found.
+        smallest_extra_seconds: what that plan adds to a step.
+        kept_bytes: sum over the rows.
+        recomputed_bytes: sum over the rows.
+        peak: where the peak is, with this plan.
+        plain_peak: where it is if everything is kept.
+        paid_price: what the last bytes that were freed cost: the slope of the front at the plan.
         next_price: what the next ones would cost; None if no plan frees more.
         rows: by module and kind of op, in order of first use.
         recompute_seconds: the part of the predicted extra time in which ops run again.

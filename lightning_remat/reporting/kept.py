@@ -55,6 +55,7 @@ def print_kept(
     Example:
         >>> import torch
         >>> from rich.console import Console
+        >>> from lightning_remat import print_kept
         >>> block = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))
         >>> console = Console(width=80, color_system=None)
         >>> print_kept(block, torch.ones(8, 16), console=console)  # doctest: +NORMALIZE_WHITESPACE

@@ -32,7 +32,20 @@ class PlanReport(Plain):
         result: the plan, and what it was chosen from.
         facts: everything that is told, as plain data.
         timeline: measured memory of one step under the plan, (seconds since its begin, bytes above what was there
-            then), as in :class:`PeakResult`; drawn over the predicted one.
+            then), as in :class:`~lightning_remat.runtime.memory.PeakResult`; drawn over the predicted one.
+
+    Example:
+        >>> import torch
+        >>> from lightning_remat import Remat
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
+        >>> remat = Remat(budget="1GiB")
+        >>> for _ in range(3):
+        ...     with remat:
+        ...         loss = model(torch.ones(8, 64)).sum()
+        ...     loss.backward()
+        >>> facts = remat.report().facts
+        >>> facts.recomputed_bytes, facts.moved_bytes, facts.budget_bytes
+        (0, 0, 1073741824)
     """
 
     result: PlanResult
@@ -79,13 +92,17 @@ class PlanReport(Plain):
         """Write the report to a file; the suffix says how.
 
         ``.html`` is a page that needs nothing else, ``.png`` and ``.svg`` are the plots, ``.json`` the facts as data,
-        ``.txt`` what ``str`` gives. An existing file is overwritten.
+        ``.txt`` what ``str`` gives.
+
+        Args:
+            path: a file; one that is there is overwritten.
 
         Returns:
             The path.
 
         Raises:
             ConfigurationError: another suffix, or plots without matplotlib.
+            OSError: the file cannot be written.
         """
         path = Path(path)
         suffix = path.suffix.lower()

@@ -45,16 +45,33 @@ def rows_of(blocks: list[str], ledger: Ledger | None) -> dict[tuple[str, str], R
 
 
 class Report(Plain, Table):
-    """A ``rich`` table that can be printed plainly as well."""
+    """A ``rich`` table that can be printed plainly as well.
+
+    Example:
+        >>> from lightning_remat import Remat
+        >>> "no step yet" in str(Remat(policy="full").report())
+        True
+    """
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the table as plain text; pages, plots and data are of a plan, which there is under a budget.
+
+        Args:
+            path: a file; one that is there is overwritten.
 
         Returns:
             The path.
 
         Raises:
             ConfigurationError: a suffix other than ``.txt``.
+            OSError: the file cannot be written.
+
+        Example:
+            >>> from lightning_remat import Remat
+            >>> Remat(policy="full").report().save("report.html")
+            Traceback (most recent call last):
+            ...
+            lightning_remat.errors.ConfigurationError: path='report.html': there is no plan, so there is nothing ...
         """
         path = Path(path)
         if path.suffix.lower() != ".txt":

@@ -34,9 +34,16 @@ class Counters:
         waited_seconds: for how long steps stood still for them.
         offload_failures: contents that could not be written or read, or did not come back as they were.
         offload_refused: contents that stayed since there was no room for them.
-        last_bytes_out, last_bytes_in, last_transfer_seconds, last_waited_seconds: the same of the last step alone,
-            as far as it has run.
+        last_bytes_out: the same of the last step alone, as far as it has run.
+        last_bytes_in: likewise.
+        last_transfer_seconds: likewise.
+        last_waited_seconds: likewise.
         notes: what was decided and why, in order.
+
+    Example:
+        >>> from lightning_remat import Remat
+        >>> Remat().counters.retries
+        0
     """
 
     steps: int = 0
@@ -66,7 +73,7 @@ class Counters:
 
     @property
     def hidden(self) -> float | None:
-        """Share of the transfers' time in which steps went on, in all steps; None: nothing was moved."""
+        """Share of the transfers' time in which steps went on, in all steps, or None if nothing was moved."""
         return _hidden(self.transfer_seconds, self.waited_seconds)
 
     @property

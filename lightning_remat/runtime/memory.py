@@ -39,7 +39,7 @@ _autograd_profiler: Any = profiler  # its functions are not declared as exported
 
 @dataclass(frozen=True, kw_only=True)
 class PeakResult:
-    """What `measure_peak` counted on one device."""
+    """What :func:`measure_peak` counted on one device, in bytes and seconds."""
 
     peak_bytes: int
     """The most bytes that were live at once, above what was live when the measurement began."""
@@ -57,21 +57,26 @@ class PeakResult:
 def measure_peak(fn: Callable[[], object], device: torch.device | str = "cpu") -> PeakResult:
     """Run ``fn`` once and count what it allocated on ``device``.
 
+    Whatever ``fn`` raises is passed on, with the profiler switched off.
+
     Args:
         fn: Called without arguments, exactly once. What it returns is dropped while the count is still running.
-        device: A CPU or CUDA device. On CUDA the peak is the allocator's own (`torch.cuda.max_memory_allocated`, whose
-            counter is reset), less what was allocated before; releases of older memory lower the timeline there.
+        device: A CPU or CUDA device. On CUDA the peak is the allocator's own, ``torch.cuda.max_memory_allocated``
+            (whose counter is reset), less what was allocated before; releases of older memory lower the timeline there.
+
+    Returns:
+        The most bytes that were live at once, and what was live when.
 
     Raises:
         ValueError: If the device is neither a CPU nor a CUDA device.
         RuntimeError: If this thread is being profiled already. PyTorch has one profiler at a time, and a second one
             would silently take away the events of the first.
 
-    Whatever ``fn`` raises is passed on, with the profiler switched off.
-
-    >>> import torch
-    >>> measure_peak(lambda: torch.empty(1000, dtype=torch.uint8)).peak_bytes
-    1000
+    Example:
+        >>> import torch
+        >>> from lightning_remat.runtime.memory import measure_peak
+        >>> measure_peak(lambda: torch.empty(1000, dtype=torch.uint8)).peak_bytes
+        1000
     """
     recorder = Recorder(device)
     recorder.start()

@@ -40,6 +40,18 @@ class StepStats:
         recorded_ops: ops whose results were dropped in forward.
         replayed_ops: ops that were run again for backward.
         replay_seconds: wall-clock time of those.
+
+    Example:
+        >>> import torch
+        >>> from lightning_remat import Remat
+        >>> remat = Remat(policy="full", blocks="0")
+        >>> model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU()), torch.nn.ReLU())
+        >>> remat.bind(model)
+        >>> with remat:
+        ...     loss = model(torch.ones(2, 4)).sum()
+        >>> loss.backward()
+        >>> remat.stats.replayed_ops  # the matrix product, whose result GELU needs
+        1
     """
 
     recorded_ops: int
@@ -77,6 +89,7 @@ class Remat(Stepping):
 
     Example:
         >>> import torch
+        >>> from lightning_remat import Remat
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 1))
         >>> remat = Remat(policy="selective")
         >>> with remat:
@@ -122,7 +135,7 @@ class Remat(Stepping):
 
     @property
     def summary(self) -> str:
-        """One line: the policy in force, who chose it, and the blocks it works on."""
+        """The policy in force, who chose it, and the blocks it works on, in one line."""
         names = self.blocks
         blocks = (
             f"{len(names)} blocks: {names[0]} ... {names[-1]}"
@@ -136,7 +149,7 @@ class Remat(Stepping):
 
     @property
     def offload(self) -> Offload | None:
-        """Where what is kept may go; None: it stays on the device."""
+        """Where what is kept may go, or None if it stays on the device."""
         return self._settings.offload
 
     @property
@@ -147,15 +160,29 @@ class Remat(Stepping):
 
     @property
     def plan(self) -> PlanResult | None:
-        """The plan under a budget, with the front it was taken from; None before there is one.
+        """The plan under a budget, with the front it was taken from, or None before there is one.
 
-        Steps of different sizes have plans of their own: this is the one for the largest so far.
+        Steps of different sizes have plans of their own; this is the one for the largest so far.
+
+        Example:
+            >>> import torch
+            >>> from lightning_remat import Remat
+            >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
+            >>> remat = Remat(budget="1GiB")
+            >>> for _ in range(3):
+            ...     with remat:
+            ...         loss = model(torch.ones(8, 64)).sum()
+            ...     loss.backward()
+            >>> remat.plan.peak_bytes < remat.budget_bytes
+            True
+            >>> remat.plan.chosen.extra_seconds == 0  # everything fits, so nothing is computed again
+            True
         """
         return self._pilot.result if isinstance(self._pilot, Pilot) else None
 
     @property
     def measured_peak_bytes(self) -> int | None:
-        """Measured peak of a step, memory between steps included; None: not measured (yet)."""
+        """Measured peak of a step in bytes, with the memory between steps, or None where it is not measured (yet)."""
         if self.counters.peak_bytes is not None:
             return self.counters.peak_bytes
         main = self._pilot.main if isinstance(self._pilot, Pilot) else None
@@ -163,7 +190,10 @@ class Remat(Stepping):
 
     @property
     def budget_bytes(self) -> int | None:
-        """The peak that a step is allowed; None: there is no budget, or it is not known yet what it comes to."""
+        """The peak that a step is allowed, in bytes, or None without a budget, and before it is known what it comes to.
+
+        A share of the device, and the default, are known once the first step has begun.
+        """
         if self.counters.budget_bytes is not None or self.plan is None:
             return self.counters.budget_bytes
         return self.plan.budget_bytes
@@ -175,6 +205,13 @@ class Remat(Stepping):
             ConfigurationError: there is no plan: no budget was given, or the second step has not begun. Or the path
                 does not end in ``.json``, by which ``policy=`` knows a plan file.
             PlanFileError: the file cannot be written; one that is there already stays as it is.
+
+        Example:
+            >>> from lightning_remat import Remat
+            >>> Remat(policy="full").save_plan("plan.json")
+            Traceback (most recent call last):
+            ...
+            lightning_remat.errors.ConfigurationError: save_plan('plan.json'): there is no plan. It takes ...
         """
         _check_ending("save_plan", path)
         if self.plan is None:
@@ -206,6 +243,21 @@ class Remat(Stepping):
         Under a budget, once there is a plan: predicted and measured peak and time, and per module what is kept and
         recomputed at which price; it can be saved as a page, a plot or data (``report().save("plan.html")``). Otherwise
         a table of the first step: bytes kept, bytes dropped, ops replayed and the time that took.
+
+        Returns:
+            A :class:`~lightning_remat.reporting.plan_report.PlanReport` where there is a plan, otherwise a
+            :class:`~lightning_remat.reporting.report.Report`. Both can be printed and saved.
+
+        Example:
+            >>> from lightning_remat import Remat
+            >>> print(Remat(policy="full").report())  # doctest: +NORMALIZE_WHITESPACE
+            recomputation policy full, no blocks
+            ┏━━━━━━━━┳━━━━━┳━━━━━━┳━━━━━━━━━┳━━━━━━━━━━━━━━┳━━━━━━━━━━━┓
+            ┃ module ┃ ops ┃ kept ┃ dropped ┃ replayed ops ┃ replay ms ┃
+            ┡━━━━━━━━╇━━━━━╇━━━━━━╇━━━━━━━━━╇━━━━━━━━━━━━━━╇━━━━━━━━━━━┩
+            │ all    │     │  0 B │     0 B │            0 │      0.00 │
+            └────────┴─────┴──────┴─────────┴──────────────┴───────────┘
+            no step yet
         """
         # Upwards, and only for those who ask.
         from lightning_remat.reporting.plan_report import plan_report
@@ -229,12 +281,12 @@ class Remat(Stepping):
 
     @property
     def ledger(self) -> Ledger | None:
-        """The books of the first step, behind :meth:`report`."""
+        """The books of the first step, behind :meth:`report`, or None where none are kept yet, and under a budget."""
         return self._ledger
 
     @property
     def verifier(self) -> Verifier | None:
-        """What ``verify=True`` or ``verify_every_n_steps=`` has found so far; None without them."""
+        """What ``verify=True`` or ``verify_every_n_steps=`` has found so far, or None without them."""
         return self._verifier
 
     # ------------------------------------------------------------------ checkpoints
@@ -244,6 +296,11 @@ class Remat(Stepping):
 
         Plain strings, numbers, lists and dictionaries, of a few MiB at most; the smallest shapes are left out first.
         Lightning's checkpoints have it without further ado.
+
+        Example:
+            >>> from lightning_remat import Remat
+            >>> remat, resumed = Remat(budget="1GiB"), Remat(budget="1GiB")
+            >>> resumed.load_state_dict(remat.state_dict())
         """
         pilot = self._pilot if isinstance(self._pilot, Pilot) else None
         if pilot is not None and not self._depth:
@@ -277,9 +334,21 @@ class Remat(Stepping):
 
         Strategies call this at setup. In a plain loop it is optional: the model is met when the first step calls it.
 
+        Args:
+            root: the whole model; names of blocks start from it.
+
         Raises:
             ConfigurationError: no blocks where the policy needs them, a pattern that matches nothing, or a model that
                 already does activation checkpointing.
+
+        Example:
+            >>> import torch
+            >>> from lightning_remat import Remat
+            >>> model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4)) for _ in range(3)))
+            >>> remat = Remat(policy="full")
+            >>> remat.bind(model)
+            >>> remat.blocks
+            ['0', '1', '2']
         """
         if not self._policy.off:
             binding = self._new_binding(self._settings.policy)
@@ -319,6 +388,7 @@ class Remat(Stepping):
 
         Example:
             >>> import torch
+            >>> from lightning_remat import Remat
             >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 1))
             >>> remat = Remat()
             >>> def step():

@@ -139,7 +139,7 @@ class Stepping:
 
     @property
     def blocks(self) -> list[str]:
-        """Qualified names of the blocks in use; empty until the model is known (at the latest after the first step)."""
+        """Qualified names of the blocks in use, none before the model is known (at the latest after the first step)."""
         return [name for part in self._binding.regions.parts for name, _ in part.named] or self._blocks
 
     def _new_binding(self, policy: Policy) -> Binding:

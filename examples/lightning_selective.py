@@ -43,6 +43,7 @@ def main() -> None:
     # --8<-- [end:strategy]
     print("== Trained")
     ours, peak = fit(strategy)
+    print(strategy.remat.summary)
 
     print("\n== Report")
     # --8<-- [start:report]

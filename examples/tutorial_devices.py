@@ -169,13 +169,12 @@ def too_late(folder: Path) -> None:
     """Out of memory after something was sent: both processes end. Must come last."""
     say("\n== Too late")
     # --8<-- [start:too-late]
-    # Small buckets, so that the first of them is sent long before backward is over.
-    strategy = RematStrategy(base="ddp", bucket_cap_mb=0.1)
+    strategy, fails = RematStrategy(base="ddp"), (1, 2, "backward")  # in the second block of four
     # --8<-- [end:too-late]
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     word = folder / "word.txt"
     try:
-        train(strategy, (1, 2, "backward"), default_root_dir=str(folder))
+        train(strategy, fails, default_root_dir=str(folder))
     except RuntimeError as error:
         text = "\n".join([f"{type(error).__name__}: {error}", *error.__notes__]).replace(str(folder), "FOLDER")
         if isinstance(error, NoMemoryLeft):

@@ -6,6 +6,7 @@ It writes plan.html (the report with plots, in one file) and plan.json (the plan
 """
 
 import os
+import textwrap
 import warnings
 
 import torch
@@ -124,7 +125,7 @@ def main() -> None:
         warnings.simplefilter("always")
         small_memory = small.run()
     for warning in said:
-        print(f"{warning.category.__name__}: {warning.message}")
+        print(textwrap.fill(f"{warning.category.__name__}: {warning.message}", 98))
     print(f"peak {(static + small_memory.peak_bytes) / MIB:.1f} MiB; losses equal: {small.losses == plain.losses}")
     # --8<-- [end:infeasible]
 

@@ -3,6 +3,8 @@
 python examples/tutorial_kept.py
 """
 
+import copy
+
 import torch
 from byte_gpt import Block, ByteGPT
 from figures import save_figures
@@ -17,12 +19,6 @@ from lightning_remat.runtime.memory import measure_peak
 ROWS, WIDTH, HIDDEN = 32, 256, 1024
 BATCH, LENGTH, CHANNELS, HEADS = 4, 128, 128, 4
 FLOAT = 4  # bytes
-
-
-def small_model(activation: nn.Module) -> nn.Module:
-    # --8<-- [start:model]
-    return nn.Sequential(nn.Linear(WIDTH, HIDDEN), activation, nn.Linear(HIDDEN, WIDTH))
-    # --8<-- [end:model]
 
 
 # --8<-- [start:hooks]
@@ -143,7 +139,7 @@ def see_what_grows() -> dict[str, object]:
 def look_at_storages(model: nn.Module, x: Tensor) -> dict[str, int]:
     print("\n== Shared storages")
     # --8<-- [start:shared]
-    relu = small_model(nn.ReLU())
+    relu = nn.Sequential(model[0], nn.ReLU(), model[2])
     print_kept(relu, x)
     # --8<-- [end:shared]
     print("\n== Views")
@@ -171,7 +167,7 @@ def do_the_exercises(model: nn.Module, x: Tensor) -> dict[str, int]:
     h = torch.randn(BATCH, LENGTH, CHANNELS)
     with torch.no_grad():
         model_without = len(saved_by(model, x))
-    frozen = small_model(nn.GELU())
+    frozen = copy.deepcopy(model)
     frozen[2].requires_grad_(False)
     return {
         "no_dropout_bytes": kept_bytes(Block(CHANNELS, HEADS, dropout=0.0), h),
@@ -183,7 +179,10 @@ def do_the_exercises(model: nn.Module, x: Tensor) -> dict[str, int]:
 
 def main() -> None:
     torch.manual_seed(0)
-    model, x = small_model(nn.GELU()), torch.randn(ROWS, WIDTH)
+    # --8<-- [start:model]
+    model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH))
+    x = torch.randn(ROWS, WIDTH)
+    # --8<-- [end:model]
     save_figures(
         **see_what_is_saved(model, x),
         **count_by_hand(model, x),

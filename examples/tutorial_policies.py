@@ -94,7 +94,7 @@ def compare() -> dict[str, object]:
     memory = {policy: measure_peak(training.step) for policy, training in trainings.items()}
     # --8<-- [end:compare]
 
-    figures: dict[str, object] = {}
+    figures: dict[str, object] = {"rounds": ROUNDS}
     print(f"{'policy':10} {'peak':>10} {'of none':>8} {'time':>9} {'of none':>8} {'run again':>10}")
     for policy, training in trainings.items():
         peak, taken = memory[policy].peak_bytes, statistics.median(seconds[policy])
@@ -155,7 +155,7 @@ def check_the_bits() -> dict[str, object]:
         same[policy] = all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
         print(f"{policy:10} losses, gradients, weights and random state the same: {same[policy]}")
     # --8<-- [end:bits]
-    return {"all_same": str(all(same.values())), "tensors_compared": len(plain)}
+    return {"steps": STEPS, "all_same": str(all(same.values())), "tensors_compared": len(plain)}
 
 
 def main() -> None:

@@ -52,16 +52,25 @@ def sphinx(builder: str, out: Path, *options: str) -> None:
         raise Failed(f"Sphinx ({builder}) found the above.")
 
 
-def guide(language: str, languages: list[str], *, draft: bool) -> None:
+def guide(
+    language: str, languages: list[str], *, draft: bool, pages: Path = ROOT / "docs/site", site: Path = SITE
+) -> None:
     """Run MkDocs for one language.
+
+    Args:
+        language: its code.
+        languages: all that there are, for the switch between them.
+        draft: only say what is missing or wrong.
+        pages: a folder of Markdown for each language.
+        site: where to; English lies at the top, and is built first, for it empties the folder.
 
     Raises:
         Failed: it was not content.
     """
     config = load_config(
         str(ROOT / "docs/mkdocs.yml"),
-        docs_dir=str(ROOT / "docs/site" / language),
-        site_dir=str(SITE if language == "en" else SITE / language),
+        docs_dir=str(pages / language),
+        site_dir=str(site if language == "en" else site / language),
         strict=not draft,
     )
     config.theme["language"] = language
@@ -89,14 +98,14 @@ def build(*, draft: bool = False) -> None:
         Failed: something is missing or wrong; what was found is on standard error.
     """
     strict = [] if draft else ["-W", "--keep-going"]
-    if not draft:
-        step("examples in docstrings", sphinx, "doctest", API.parent / "doctest", "-W")
-    step("API reference", sphinx, "html", API, *strict)
+    if not draft:  # -E: nothing is taken from an earlier build
+        step("examples in docstrings", sphinx, "doctest", API.parent / "doctest", "-E", *strict)
+    step("API reference", sphinx, "html", API, "-a", *strict)
     languages = [lang for lang in LANGUAGES if (ROOT / "docs/site" / lang / "index.md").is_file()]
     if not draft and (missing := set(LANGUAGES) - set(languages)):
         raise Failed(f"docs/site has no index.md in {', '.join(sorted(missing))}.")
     faults = []
-    for language in languages:  # English first: it empties the folder that the others are in
+    for language in languages:
         try:
             step(f"guide, {language}", functools.partial(guide, draft=draft), language, languages)
         except Failed as failed:

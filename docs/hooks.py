@@ -208,6 +208,14 @@ def on_page_context(context: Any, page: Page, config: MkDocsConfig, nav: Navigat
     return context
 
 
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """A name for the search's dialog, for those who cannot see it; Material gives it none."""
+    nameless = 'class="md-search" data-md-component="search" role="dialog"'
+    if nameless not in output:
+        _warn(page, "Material has changed the search's dialog: see whether it has a name now")
+    return output.replace(nameless, f'{nameless} aria-label="{config.extra["words"]["search"]}"')
+
+
 # ---------------------------------------------------------------------- helpers
 
 

@@ -25,7 +25,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "docs.api.directives",
 ]
-exclude_patterns = ["templates"]
+exclude_patterns = ["static", "templates"]
 templates_path = ["templates"]
 nitpicky = True
 default_role = "code"
@@ -43,6 +43,8 @@ doctest_default_flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE  # as in
 
 html_theme = "furo"
 html_title = "lightning-remat, API reference"
+html_static_path = ["static"]
+html_css_files = ["guide.css"]
 html_show_sphinx = False
 html_show_copyright = False
 html_copy_source = False
@@ -88,6 +90,21 @@ def _include_developer_pages(app: Any, docname: str, source: list[str]) -> None:
     source[0] = developer_page(path.read_text(encoding="utf-8"))
 
 
+def _without_private_options(
+    app: Any, what: str, name: str, obj: Any, options: Any, signature: str | None, result: str | None
+) -> tuple[str | None, str | None]:
+    """Leave out arguments whose name begins with an underscore: nobody is to give them."""
+    return re.sub(r", _\w+=[^,)]*", "", signature) if signature else signature, result
+
+
+def _let_code_be_scrolled(app: Any, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """By the keyboard as well: what is wider than the page can have the focus."""
+    if "body" in context:
+        context["body"] = context["body"].replace("<pre>", '<pre tabindex="0">')
+
+
 def setup(app: Any) -> None:
-    """Have the pages for developers read from where they are."""
+    """Have the pages for developers read from where they are, and what Sphinx writes amended."""
     app.connect("source-read", _include_developer_pages)
+    app.connect("autodoc-process-signature", _without_private_options)
+    app.connect("html-page-context", _let_code_be_scrolled)

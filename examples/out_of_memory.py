@@ -15,6 +15,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -80,15 +81,14 @@ def by_hand(room: int) -> dict[str, Any]:
     # --8<-- [start:attempt]
     remat = Remat(policy="selective")
 
+    def step(batch):
+        with remat:
+            loss = module.gpt.loss(batch)
+        loss.backward()
+        return loss.detach()
+
     for batch in data:
-
-        def step():
-            with remat:
-                loss = module.gpt.loss(batch)  # noqa: B023 - called before the next batch is there
-            loss.backward()
-            return loss.detach()
-
-        loss = remat.attempt(step, module)  # what the step changes: here, the module
+        loss = remat.attempt(partial(step, batch), module)  # the step, and what it changes
         optimizer.step()
         optimizer.zero_grad()
         # --8<-- [end:attempt]

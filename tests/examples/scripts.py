@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -41,7 +42,7 @@ def run_script(name: str, folder: Path, *arguments: str) -> tuple[dict[str, str]
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     sections: dict[str, str] = {}
-    for part in done.stdout.split("== ")[1:]:
+    for part in re.split("^== ", done.stdout, flags=re.MULTILINE)[1:]:
         title, _, text = part.partition("\n")
         sections[title.strip()] = text.strip()
     assert not list(work.iterdir()), "nothing is left behind"

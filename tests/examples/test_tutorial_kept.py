@@ -6,7 +6,6 @@ import json
 import runpy
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,19 +14,13 @@ import lightning_remat
 EXAMPLES = Path(lightning_remat.__file__).parent.parent / "examples"
 
 
-@pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
-    """Run the script as its reader does; what it found."""
+def test_tutorial_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By hand, by print_kept and by the allocator, bytes are the same; what grows, grows as the page says."""
     monkeypatch.syspath_prepend(EXAMPLES)
-    monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr(sys, "argv", ["tutorial_kept.py", "--json", str(tmp_path / "figures.json")])
     runpy.run_path(str(EXAMPLES / "tutorial_kept.py"), run_name="__main__")
-    return json.loads((tmp_path / "figures.json").read_text())
+    f = json.loads((tmp_path / "figures.json").read_text())
 
-
-def test_tutorial_kept(figures: dict[str, Any]) -> None:
-    """By hand, by print_kept and by the allocator, bytes are the same; what grows, grows as the page says."""
-    f = figures
     assert f["small_by_hand_bytes"] == f["small_bytes"] == 2 * 32 * 1024 * 4
     assert f["block_by_hand_bytes"] == f["block_bytes"]
     assert f["gpt_allocated_bytes"] == f["gpt_bytes"] + f["loss_bytes"]
@@ -46,10 +39,7 @@ def test_tutorial_kept(figures: dict[str, Any]) -> None:
     assert (f["small_bytes"], f["relu_bytes"]) == (2 * 131072, 131072)
     assert (f["view_bytes"], f["copy_bytes"]) == (131072, 512)
 
-
-def test_exercises(figures: dict[str, Any]) -> None:
-    """The answers on the page."""
-    f = figures
+    # The answers to the exercises.
     assert f["block_bytes"] - f["no_dropout_bytes"] == 2 * f["unit_bytes"]
     assert 0.5 < f["bfloat16_bytes"] / f["block_bytes"] < 0.502  # half, but for the sums of attention in float32
     assert f["frozen_bytes"] == 131072

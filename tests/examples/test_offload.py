@@ -21,7 +21,7 @@ def test_offload(tmp_path: Path) -> None:
     assert f["offload_only_share"] < 0.3
     assert f["selective_offload_share"] < 0.4
     assert f["full_share"] < 0.4
-    assert f["full_peak"] <= f["full_offload_peak"] < f["full_peak"] + 2 * 2**20  # borders are not what its peak is made of
+    assert f["full_peak"] <= f["full_offload_peak"] < f["full_peak"] + 2 * 2**20  # borders are not what matters
     assert f["offload_only_again"] == 0 < f["selective_offload_again"] < f["full_again"] == f["full_offload_again"]
     assert f["full_offload_out"] < f["selective_offload_out"] < f["offload_only_out"]
     assert all(f[f"{name}_back"] < f[f"{name}_out"] for name in ("offload_only", "selective_offload", "full_offload"))

@@ -37,6 +37,12 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "tutorial_kept": (),
     "tutorial_policies": (),
     "byte_budget": (),
+    "out_of_memory": (),
+    "offload": (),
+    "tutorial_devices": (),
+    "plain_pytorch": (),
+    "tutorial_huggingface": (),
+    "lightning_selective": (),
 }
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")

@@ -47,17 +47,6 @@ def test_every_script_is_tested() -> None:
     assert {name for name in scripts if f'"{name}"' not in tests} == set()
 
 
-def test_out_of_memory_is_got_through(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """Under a real limit plain training fails, and ours ends in the weights of training without a limit."""
-    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
-    assert run(monkeypatch, "out_of_memory.py") == 0
-    free, plain, ours, same = capfd.readouterr().out.splitlines()
-    assert "weights" in free
-    assert "can't allocate memory" in plain
-    assert "weights" in ours
-    assert same == "same weights: True"
-
-
 def test_demo_compares_policies_and_finds_no_difference(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,26 +138,3 @@ def test_demo_refuses_bad_values_before_it_trains(
     assert leaving.value.code == 2
     assert complaint in capsys.readouterr().err
     assert not list(Path().iterdir())
-
-
-def test_plain_pytorch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, "plain_pytorch.py") == 0
-    assert "losses equal: True" in capsys.readouterr().out
-
-
-def test_lightning_selective(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, "lightning_selective.py") == 0
-    assert "gpt.blocks.*.mlp.1" in capsys.readouterr().out
-
-
-def test_offload(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The same losses in less than half of the memory, and nothing is left in the directory."""
-    monkeypatch.setattr(sys, "argv", ["offload.py", str(tmp_path)])
-    runpy.run_path(str(EXAMPLES / "offload.py"), run_name="__main__")
-
-    *rows, equal, share = capsys.readouterr().out.splitlines()
-    assert equal == "losses equal: True"
-    assert int(share.split("%")[0].split()[-1]) < 45
-    assert [row.split("  ")[0] for row in rows] == ["none", "offload_only", "selective and offload", "full and offload"]
-    assert all("hidden" in row for row in rows[1:])
-    assert not list(tmp_path.iterdir())

@@ -34,6 +34,12 @@ SECONDS = 300  # for one script, against a hang
 
 # A script of examples/ and its arguments. Each takes `--json FILE` as well, and runs in an empty folder.
 SCRIPTS: dict[str, tuple[str, ...]] = {
+    "start": (),
+    "guide_facts": (),
+    "how_tape": (),
+    "how_planner": (),
+    "how_tuner": (),
+    "read_report": (),
     "tutorial_kept": (),
     "tutorial_policies": (),
     "byte_budget": (),

@@ -7,7 +7,6 @@ It is no tape to train with: no views, no in-place ops, no random ops, and what 
 
 import argparse
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -67,15 +66,23 @@ class ToyTape(TorchDispatchMode):
 # --8<-- [end:toy]
 
 
+# --8<-- [start:step]
+def taped_forward(model: nn.Module, x: Tensor, tape: ToyTape) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(tape.find, tape.unpack), tape:
+        return model(x).square().mean()
+
+
+# --8<-- [end:step]
+
+
 def forward_and_backward(model: nn.Module, x: Tensor, tape: ToyTape | None) -> tuple[int, list[Tensor]]:
     """Bytes that forward leaves for backward, and the gradients."""
     losses: list[Tensor] = []
-    forward: Callable[[], None] = lambda: losses.append(model(x).square().mean())  # noqa: E731 - as short as it is
-    if tape is None:
-        kept = measure_peak(forward).left_bytes
-    else:
-        with torch.autograd.graph.saved_tensors_hooks(tape.find, tape.unpack), tape:
-            kept = measure_peak(forward).left_bytes
+
+    def forward() -> None:
+        losses.append(model(x).square().mean() if tape is None else taped_forward(model, x, tape))
+
+    kept = measure_peak(forward).left_bytes
     model.zero_grad()
     losses[0].backward()
     return kept, [p.grad.clone() for p in model.parameters() if p.grad is not None]

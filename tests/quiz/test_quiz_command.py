@@ -139,7 +139,7 @@ def test_an_exam_passed(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "Examen aprobado: 5 de 5 correctas, hacen falta 4." in result.output
     assert "Hace falta un nombre" in result.output
-    assert "Certificado para आशा शर्मा\n" in result.output
+    assert "Certificado de आशा शर्मा\n" in result.output
     said = " ".join(result.output.split())
     assert words("certificate", "es")["shows_not"] in said
     assert "Escrito en c.svg." in result.output
@@ -307,7 +307,7 @@ def test_verify_sign_and_keys() -> None:
     assert words("certificate", "en")["shows_not"] in " ".join(result.output.split())
     result = run("verify", text, "--name", "Ada", "--lang", "es")
     assert result.exit_code == 1
-    assert "El ID se hizo para otro nombre." in result.output
+    assert "El ID se creó para otro nombre." in result.output
     result = run("verify", text[1:], "--name", "José", "--lang", "hi")
     assert result.exit_code == 1
     assert words("verify", "hi")["error_mistyped"] in result.output

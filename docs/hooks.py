@@ -216,6 +216,14 @@ def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
     return output.replace(nameless, f'{nameless} aria-label="{config.extra["words"]["search"]}"')
 
 
+def on_post_build(config: MkDocsConfig) -> None:
+    """Words with accents are found without them, too."""
+    lunr = Path(config.site_dir) / "assets/javascripts/lunr/min/lunr.es.min.js"
+    if _language(config) == "es":
+        accents = (Path(config.site_dir) / "assets/js/accents.js").read_text(encoding="utf-8")
+        lunr.write_text(f"{lunr.read_text(encoding='utf-8')}\n{accents}", encoding="utf-8")
+
+
 # ---------------------------------------------------------------------- helpers
 
 

@@ -44,10 +44,12 @@ doctest_default_flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE  # as in
 html_theme = "furo"
 html_title = "lightning-remat, API reference"
 html_static_path = ["static"]
+html_favicon = "../theme/assets/favicon.svg"
 html_css_files = ["guide.css"]
 html_show_sphinx = False
 html_show_copyright = False
 html_copy_source = False
+html_show_search_summary = False  # a page on a disk may not read the others
 html_theme_options = {
     "light_css_variables": {"color-brand-primary": "#4527a0", "color-brand-content": "#4527a0"},
     "dark_css_variables": {"color-brand-primary": "#b39ddb", "color-brand-content": "#b39ddb"},

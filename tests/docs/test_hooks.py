@@ -80,7 +80,7 @@ def test_links_to_the_api(language: str, name: str, expected: str) -> None:
 
 
 def test_links_to_pages_for_developers() -> None:
-    assert content('<a href="dev:planning#x">p</a>', "es") == '<a href="../../api/dev/planning#x">p</a>'
+    assert content('<a href="dev:planning#x">p</a>', "es") == '<a href="../../api/dev/planning#x" hreflang="en">p</a>'
 
 
 def test_pictures() -> None:

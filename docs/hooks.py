@@ -168,7 +168,8 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
         except (UnknownReference, UnknownPicture) as error:
             _warn(page, str(error))
             return match[0]
-        return f'{match["attribute"]}="{where}"'
+        english = "" if language == "en" or match["kind"] == "figure" else ' hreflang="en"'  # site.css marks these
+        return f'{match["attribute"]}="{where}"{english}'
 
     html = _LINK.sub(link, html)
     for source in _without_description(html):

@@ -169,7 +169,8 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
         except (UnknownReference, UnknownPicture) as error:
             _warn(page, str(error))
             return match[0]
-        return f'{match["attribute"]}="{where}"'
+        english = "" if language == "en" or match["kind"] == "figure" else ' hreflang="en"'  # site.css marks these
+        return f'{match["attribute"]}="{where}"{english}'
 
     html = _LINK.sub(link, html)
     for comment in _COMMENT.findall(html):
@@ -218,6 +219,14 @@ def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
     if nameless not in output:
         _warn(page, "Material has changed the search's dialog: see whether it has a name now")
     return output.replace(nameless, f'{nameless} aria-label="{config.extra["words"]["search"]}"')
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Words with accents are found without them, too."""
+    lunr = Path(config.site_dir) / "assets/javascripts/lunr/min/lunr.es.min.js"
+    if _language(config) == "es":
+        accents = (Path(config.site_dir) / "assets/js/accents.js").read_text(encoding="utf-8")
+        lunr.write_text(f"{lunr.read_text(encoding='utf-8')}\n{accents}", encoding="utf-8")
 
 
 # ---------------------------------------------------------------------- helpers

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Annotated
 
@@ -12,6 +11,7 @@ import typer
 
 from lightning_remat import io_command, plan_command, quiz_command
 from lightning_remat.__about__ import __version__
+from lightning_remat.shipped import shipped_folder
 
 # Help texts here are plain: no shell completion is installed, and square brackets in them mean what they say.
 app = typer.Typer(
@@ -66,26 +66,9 @@ app.command(
 app.add_typer(quiz_command.app, name="quiz")
 
 
-def examples_folder() -> Path:
-    """Where the examples are: inside the package in an installed wheel, beside it in a checkout.
-
-    Raises:
-        FileNotFoundError: If they are in neither place, with both places named.
-    """
-    package = Path(__file__).parent
-    places = [package / "_examples", package.parent / "examples"]
-    for place in places:
-        if (place / "demo_gpt.py").is_file():
-            return place
-    raise FileNotFoundError(
-        f"The examples are neither in {places[0]} nor in {places[1]}: install lightning-remat again, or run it from a "
-        "clone."
-    )
-
-
 def load_example(name: str) -> ModuleType:
     """Import ``name.py`` from the examples, which import one another by their plain names, as scripts do."""
-    folder = str(examples_folder())
+    folder = str(shipped_folder("examples", holds="demo_gpt.py"))
     if folder not in sys.path:
         sys.path.insert(0, folder)
     return importlib.import_module(name)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from lightning_remat import cli
+from lightning_remat import cli, shipped
 from lightning_remat.__about__ import __version__
 
 
@@ -42,14 +42,14 @@ def test_arguments_of_the_demo_are_passed_on(monkeypatch: pytest.MonkeyPatch) ->
     assert "every:0" in result.output
 
 
-def test_examples_are_found_in_a_wheel_and_in_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_goes_along_is_found_in_a_wheel_and_in_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The installed copy comes first; where there is neither, both places are named."""
     package = tmp_path / "site" / "lightning_remat"
-    monkeypatch.setattr(cli, "__file__", str(package / "cli.py"))
+    monkeypatch.setattr(shipped, "__file__", str(package / "shipped.py"))
     with pytest.raises(FileNotFoundError, match=r"_examples nor in .*examples"):
-        cli.examples_folder()
+        shipped.shipped_folder("examples", holds="demo_gpt.py")
 
     for place in (package.parent / "examples", package / "_examples"):
         place.mkdir(parents=True)
         (place / "demo_gpt.py").touch()
-        assert cli.examples_folder() == place
+        assert shipped.shipped_folder("examples", holds="demo_gpt.py") == place

@@ -44,10 +44,12 @@ doctest_default_flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE  # as in
 html_theme = "furo"
 html_title = "lightning-remat, API reference"
 html_static_path = ["static"]
+html_favicon = "../theme/assets/favicon.svg"
 html_css_files = ["guide.css"]
 html_show_sphinx = False
 html_show_copyright = False
 html_copy_source = False
+html_show_search_summary = False  # a page on a disk may not read the others
 html_theme_options = {
     "light_css_variables": {"color-brand-primary": "#4527a0", "color-brand-content": "#4527a0"},
     "dark_css_variables": {"color-brand-primary": "#b39ddb", "color-brand-content": "#b39ddb"},
@@ -97,14 +99,14 @@ def _without_private_options(
     return re.sub(r", _\w+=[^,)]*", "", signature) if signature else signature, result
 
 
-def _let_code_be_scrolled(app: Any, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+def _let_it_be_scrolled(app: Any, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
     """By the keyboard as well: what is wider than the page can have the focus."""
     if "body" in context:
-        context["body"] = context["body"].replace("<pre>", '<pre tabindex="0">')
+        context["body"] = re.sub(r'<(pre(?=>)|div(?= class="table-wrapper))', r'<\1 tabindex="0"', context["body"])
 
 
 def setup(app: Any) -> None:
     """Have the pages for developers read from where they are, and what Sphinx writes amended."""
     app.connect("source-read", _include_developer_pages)
     app.connect("autodoc-process-signature", _without_private_options)
-    app.connect("html-page-context", _let_code_be_scrolled)
+    app.connect("html-page-context", _let_it_be_scrolled)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 from lightning_remat.quiz.reading import LANGUAGES, BankError, Table, Text, read_toml
+from lightning_remat.shipped import shipped_folder
 
 __all__ = ["LANGUAGES", "Bank", "BankError", "Choice", "Exam", "Near", "Question", "Text", "Topic", "load_bank"]
 
@@ -165,19 +166,8 @@ _HasId = TypeVar("_HasId", Question, Choice, Topic, Exam)
 
 
 def quiz_folder() -> Path:
-    """Where the bank is: inside the package in an installed wheel, beside it in a checkout.
-
-    Raises:
-        FileNotFoundError: If it is in neither place, with both places named.
-    """
-    package = Path(__file__).parent.parent
-    places = [package / "_quiz", package.parent / "quiz"]
-    for place in places:
-        if (place / "course.toml").is_file():
-            return place
-    raise FileNotFoundError(
-        f"The quiz is neither in {places[0]} nor in {places[1]}: install lightning-remat again, or run it from a clone."
-    )
+    """Where the bank is; see :func:`~lightning_remat.shipped.shipped_folder`."""
+    return shipped_folder("quiz", holds="course.toml")
 
 
 def load_bank(folder: Path | str | None = None, *, answers: bool = True) -> Bank:

@@ -93,3 +93,11 @@ def test_what_a_page_includes(site: Path) -> None:
 
 def test_there_is_no_page_whose_links_depend_on_an_address(site: Path) -> None:
     assert not list(site.rglob("404.html")) + list(site.rglob("sitemap.xml"))
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_accents_are_left_out_of_spanish_alone(site: Path, language: str) -> None:
+    folder = site / ("" if language == "en" else language) / "assets/javascripts/lunr/min"
+    assert [path.name for path in folder.glob("*.js") if "es-accents" in path.read_text(encoding="utf-8")] == (
+        ["lunr.es.min.js"] if language == "es" else []
+    )

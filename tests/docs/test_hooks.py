@@ -74,12 +74,13 @@ def content(html: str, language: str = "en", name: str = "tutorials/kept") -> st
     ],
 )
 def test_links_to_the_api(language: str, name: str, expected: str) -> None:
-    """There is one reference, beside the English pages."""
-    assert content('<a href="api:a.B">B</a>', language, name) == f'<a href="{expected}">B</a>'
+    """There is one reference, beside the English pages; elsewhere a link says that it leads to English."""
+    english = "" if language == "en" else ' hreflang="en"'
+    assert content('<a href="api:a.B">B</a>', language, name) == f'<a href="{expected}"{english}>B</a>'
 
 
 def test_links_to_pages_for_developers() -> None:
-    assert content('<a href="dev:planning#x">p</a>', "es") == '<a href="../../api/dev/planning#x">p</a>'
+    assert content('<a href="dev:planning#x">p</a>', "es") == '<a href="../../api/dev/planning#x" hreflang="en">p</a>'
 
 
 def test_pictures() -> None:

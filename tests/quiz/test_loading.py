@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_remat import shipped
 from lightning_remat.quiz import bank as bank_module
 from lightning_remat.quiz.bank import BankError, load_bank
 
@@ -137,7 +138,7 @@ def test_what_is_refused(folder: Path, file: str, old: str, new: str, message: s
 def test_the_bank_is_found_in_a_wheel_and_in_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The installed copy comes first; where there is neither, both places are named."""
     package = tmp_path / "site" / "lightning_remat"
-    monkeypatch.setattr(bank_module, "__file__", str(package / "quiz" / "bank.py"))
+    monkeypatch.setattr(shipped, "__file__", str(package / "shipped.py"))
     with pytest.raises(FileNotFoundError, match=r"_quiz nor in .*quiz: install"):
         bank_module.quiz_folder()
     for place in (package.parent / "quiz", package / "_quiz"):

@@ -1,4 +1,4 @@
-"""The quiz's pages for everybody: axe finds nothing serious, phones need not scroll sideways, zoom works."""
+"""The site for everybody: axe finds nothing serious; the quiz's pages work on phones and with zoom, too."""
 
 from __future__ import annotations
 
@@ -13,6 +13,32 @@ from tests.docs.browser.learner import bank, check, of_kind, say, wrong
 pytestmark = pytest.mark.browser
 
 
+# One page of each kind: start, tutorial, plots, how-to with a table, errors as headings, guide, diagrams, comparison.
+KINDS = (
+    "index",
+    "tutorials/kept",
+    "tutorials/policies",
+    "howto/choose",
+    "howto/troubleshooting",
+    "guide",
+    "how/tape",
+    "comparison",
+)
+REFERENCE = ("api/index", "api/remat", "api/command-line", "api/search", "api/dev/index", "api/dev/planning")
+
+
+def serious(page: Any, where: str) -> list[str]:
+    """What axe finds on a page."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    found = []
+    for fault in Axe().run(page).response["violations"]:
+        if fault["impact"] in ("serious", "critical"):
+            nodes = "; ".join(node["html"] for node in fault["nodes"][:3])
+            found.append(f"{where}: {fault['id']}: {fault['help']}: {nodes}")
+    return found
+
+
 def learn(page: Any, root: str) -> str:
     """Answer everything rightly, make a certificate, and return the link to verify it."""
     page.goto(f"{root}quiz/certificate.html")
@@ -25,18 +51,13 @@ def learn(page: Any, root: str) -> str:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_axe_finds_nothing_serious(visit: Visitor, served: str, language: str, scheme: str) -> None:
-    from axe_playwright_python.sync_playwright import Axe
-
+def test_axe_finds_nothing_serious_in_the_quiz(visit: Visitor, served: str, language: str, scheme: str) -> None:
     root = served if language == "en" else f"{served}{language}/"
     page = visit.context(color_scheme=scheme, reduced_motion="reduce").new_page()
     found: list[str] = []
 
     def look(where: str) -> None:
-        for fault in Axe().run(page).response["violations"]:
-            if fault["impact"] in ("serious", "critical"):
-                nodes = "; ".join(node["html"] for node in fault["nodes"][:3])
-                found.append(f"{where}: {fault['id']}: {fault['help']}: {nodes}")
+        found.extend(serious(page, where))
 
     for kind in ("single", "several", "number"):
         question = of_kind(kind)
@@ -82,3 +103,34 @@ def test_nothing_is_wider_than_the_screen(visit: Visitor, served: str, width: in
         if page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth"):
             wide.append(address)
     assert not wide
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 360)], ids=["light", "dark, phone"])
+@pytest.mark.parametrize("part", ["en", "hi", "api"])
+def test_axe_finds_nothing_serious_on_a_page_of_each_kind(
+    visit: Visitor, served: str, width: int, part: str, scheme: str
+) -> None:
+    viewport = {"width": width, "height": 740}
+    page = visit.context(color_scheme=scheme, reduced_motion="reduce", viewport=viewport).new_page()
+    found = []
+    for path in REFERENCE if part == "api" else KINDS:
+        page.goto(f"{served}{'' if part in ('en', 'api') else f'{part}/'}{path}.html")
+        found += serious(page, path)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_serious_in_what_opens(visit: Visitor, served: str, scheme: str) -> None:
+    page = visit.context(color_scheme=scheme, reduced_motion="reduce").new_page()
+    page.goto(f"{served}hi/guide.html")
+    page.locator(".md-select button").hover()
+    found = serious(page, "languages")
+    page.locator("[data-md-component=search-query]").click()
+    page.locator("[data-md-component=search-query]").press_sequentially("offload")
+    page.locator(".md-search-result__item").first.wait_for()
+    found += serious(page, "search")
+    page.set_viewport_size({"width": 360, "height": 740})
+    page.goto(f"{served}hi/howto/choose.html")
+    page.locator("label.md-header__button[for=__drawer]").click()
+    found += serious(page, "menu")
+    assert not found, "\n".join(found)

@@ -339,7 +339,7 @@ def _with_answers(topics: list[Topic], path: Path) -> list[Topic]:
     if wanted or path.exists():
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise BankError(path.name, None, "", f"cannot be read ({error}); {MAKE_ANSWERS}") from error
     if not isinstance(content, dict):
         raise BankError(path.name, None, "", f"must be answers by the questions' ids; {MAKE_ANSWERS}")

@@ -22,6 +22,7 @@ Text: TypeAlias = dict[str, str]
 """A text by language: one entry for each of :data:`LANGUAGES`."""
 
 ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+_TURNS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # the direction of writing
 _NUMBER = re.compile(r"[0-9]+(?:[.,][0-9]+)*")
 _T = TypeVar("_T")
 
@@ -56,7 +57,7 @@ def read_toml(path: Path) -> Table:
         return Table(tomllib.loads(path.read_text(encoding="utf-8")), path.name)
     except OSError as error:
         raise BankError(path.name, None, "", f"cannot be read: {error.strerror or error}") from error
-    except ValueError as error:  # TOMLDecodeError and UnicodeDecodeError are both
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError and UnicodeDecodeError are the first
         raise BankError(path.name, None, "", f"is not TOML in UTF-8: {error}") from error
 
 
@@ -175,6 +176,8 @@ class Table:
             raise self.error(field, f"is {line!r}, but must be one line, without space at its ends")
         if not unicodedata.is_normalized("NFC", line):
             raise self.error(field, "is not in Unicode's normal form NFC")
+        if hidden := [char for char in line if unicodedata.category(char) in ("Cc", "Cn", "Co") or char in _TURNS]:
+            raise self.error(field, f"has the characters {hidden}, which no page can show")
         if strange := [char for char in line if char.isdigit() and not char.isascii()]:
             raise self.error(field, f"has the digits {strange}; numbers are written with 0 to 9")
         if line.count("`") % 2:

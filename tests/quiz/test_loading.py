@@ -67,6 +67,19 @@ def test_without_the_answers_that_are_made(folder: Path) -> None:
         # Files
         ("course.toml", "schema = 1", "schema = 2", r"^course.toml, schema: is 2; known here is 1$"),
         ("course.toml", "schema = 1", "schema == 1", r"^course.toml: is not TOML in UTF-8: "),
+        ("course.toml", "schema = 1", f"a = {'[' * 100_000}", r"^course.toml: is not TOML in UTF-8: .*recursion"),
+        (
+            "course.toml",
+            'title.es = "Todo"',
+            r'title.es = "To\u0007do"',
+            r"title.es: has the characters \['\\x07'\], which",
+        ),
+        (
+            "course.toml",
+            'title.es = "Todo"',
+            r'title.es = "\u202eTodo"',
+            r"title.es: has the characters .*, which no page",
+        ),
         ("course.toml", "pass_mark = 80", "pass_mark = 0", r"^course.toml, pass_mark: is 0, but"),
         ("course.toml", "pass_mark = 80", "pass_mark = true", r"pass_mark: is True, which is not of the type integer"),
         ("course.toml", "pass_mark = 80", "", r"pass_mark: is missing"),
@@ -123,6 +136,7 @@ def test_without_the_answers_that_are_made(folder: Path) -> None:
         ),
         ("answers.json", "{", '{"a-vowel": 1,', r"question a-vowel: is not a question with a run; run `python"),
         ("answers.json", "{", "", r"^answers.json: cannot be read .*; run `python"),
+        ("answers.json", "{", f'{{"a": {"[" * 100_000}', r"^answers.json: cannot be read .*; run `python"),
     ],
 )
 def test_what_is_refused(folder: Path, file: str, old: str, new: str, message: str) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -370,59 +368,6 @@ def test_statistics(tmp_path: Path) -> None:
     assert "Participantes: 3" in run("stats", "--lang", "es", "ids.txt").output
     (tmp_path / "none.txt").write_text("hello")
     assert run("stats", "none.txt").exit_code == 1
-
-
-def test_a_dumb_terminal(tmp_path: Path) -> None:
-    """As a program of its own, where input is a pipe and TERM knows nothing."""
-    root = str(Path(cli.__file__).parent.parent)
-    environment = {
-        "PYTHONPATH": root,
-        "XDG_DATA_HOME": str(tmp_path),
-        "TERM": "dumb",
-        "LANG": "C.UTF-8",
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-m", "lightning_remat", "quiz", "--topic", "recomputation", "--lang", "hi"]
-    found = subprocess.run(
-        command, cwd=tmp_path, env=environment, input="a\n", capture_output=True, text=True, timeout=120, check=True
-    )
-    assert found.stderr == ""
-    assert "\x1b" not in found.stdout
-    assert words("terminal", "hi")["left"] in found.stdout.replace("\n", " ")
-
-
-@pytest.mark.parametrize("closed", ["<&-", ">&-"])
-def test_streams_that_are_closed(tmp_path: Path, closed: str) -> None:
-    """As cron and some launchers start programs: it ends as at the end of input."""
-    found = started(tmp_path, f"{closed} ", "kept", "en")
-    assert found.returncode == 0
-    assert found.stderr == b""
-
-
-def test_a_terminal_without_the_letters(tmp_path: Path) -> None:
-    found = started(tmp_path, "PYTHONUTF8=0 PYTHONIOENCODING=ascii ", "kept", "hi", b"x\n")
-    assert found.returncode == 0
-    assert found.stderr == b""
-    assert b"???" in found.stdout
-
-
-def started(tmp_path: Path, before: str, topic: str, language: str, input: bytes = b"") -> Any:
-    environment = {
-        "PYTHONPATH": str(Path(cli.__file__).parent.parent),
-        "XDG_DATA_HOME": str(tmp_path),
-        "TERM": "dumb",
-        "LANG": "C.UTF-8",
-        "OMP_NUM_THREADS": "1",
-    }
-    command = f'{before}"$0" -m lightning_remat quiz --topic {topic} --lang {language}'
-    return subprocess.run(
-        ["sh", "-c", command, sys.executable],
-        cwd=tmp_path,
-        env=environment,
-        input=input,
-        capture_output=True,
-        timeout=120,
-    )
 
 
 def test_help() -> None:

@@ -255,6 +255,7 @@ def test_overview(visit: Visitor, base: str) -> None:
     page = visit(base + page_of("number"))
     check(page, question, wrong(question))
     page.get_by_role("link", name=say()["all_topics"]).click()
+    page.wait_for_url("**/quiz/index.html")  # and for its scripts
     item = page.locator(f'[data-topic="{question.topic}"]')
     of = len(bank().topic(question.topic).questions)
     assert say().say("counts", answered=1, of=of, right=0) in item.inner_text()

@@ -53,6 +53,7 @@ pictures = Pictures(ROOT / "docs/results/figures", ROOT / "docs/diagrams")
 references = References(API)
 
 _MARK = re.compile(r"<!--\s*(quiz:\s*([\w-]+)|faq|certificate|verify)\s*-->")
+_COMMENT = re.compile(r"<!--(?!\s*no-run:).*?-->", re.DOTALL)  # "no-run": for the tests that run the pages' code
 _LINK = re.compile(r'(?P<attribute>href|src)="(?P<kind>api|dev|figure):(?P<target>[^"]*)"')
 
 
@@ -172,6 +173,9 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
         return f'{match["attribute"]}="{where}"{english}'
 
     html = _LINK.sub(link, html)
+    for comment in _COMMENT.findall(html):
+        if not _MARK.fullmatch(comment):
+            _warn(page, f"{comment} is no mark that is known here; see the head of docs/hooks.py")
     for source in _without_description(html):
         _warn(page, f"the picture {source} says nothing to those who cannot see it: write ![what it shows](...)")
     return _MARK.sub(quiz, html)

@@ -13,15 +13,23 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-_LINKS = {"a": ("href",), "area": ("href",), "form": ("action",), "blockquote": ("cite",)}
+_LINKS = {
+    "a": ("href", "xlink:href"),
+    "area": ("href",),
+    "blockquote": ("cite",),
+    "button": ("formaction",),
+    "form": ("action",),
+    "input": ("formaction",),
+}
 _LOADED = {
+    "a": ("ping",),
     "audio": ("src",),
     "embed": ("src",),
     "iframe": ("src",),
     "image": ("href", "xlink:href"),
     "img": ("src", "srcset"),
     "input": ("src",),
-    "link": ("href",),
+    "link": ("href", "imagesrcset"),
     "object": ("data",),
     "script": ("src",),
     "source": ("src", "srcset"),
@@ -30,7 +38,15 @@ _LOADED = {
     "video": ("src", "poster"),
 }
 _NAMED_ONLY = {"alternate", "canonical", "next", "prev", "license", "author", "search", "index"}  # not loaded
-_CSS = re.compile(r"""url\(\s*(?:"([^"]*)"|'([^']*)'|([^)'"]*))\s*\)|@import\s+(?:"([^"]*)"|'([^']*)')""")
+_CSS = re.compile(
+    r"""url\(\s*(?:"([^"]*)"|'([^']*)'|([^)'"]*))\s*\)|(?:@import\s*|image-set\(\s*)(?:"([^"]*)"|'([^']*)')""",
+    re.IGNORECASE,
+)
+_NAMES = ("aria-controls", "aria-describedby", "aria-labelledby", "aria-owns", "for", "form", "headers", "list")
+_THEME = "__toc"  # Material labels it also where a page has too few headings to have it
+_PAINT = {"clip-path", "fill", "filter", "marker-end", "marker-mid", "marker-start", "mask", "stroke"}
+_SRCSET = re.compile(r"[\s,]*(\S*[^\s,])(?:\s+[^,]*)?(?:,|$)")
+_REFRESH = re.compile(r"\s*[\d.]+\s*[;,]\s*(?:url\s*=\s*)?['\"]?([^'\"]+)", re.IGNORECASE)
 _COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 
 
@@ -69,6 +85,8 @@ class _Page(HTMLParser):
         self.ids: set[str] = set()
         self.twice: set[str] = set()
         self.links: list[tuple[str, bool]] = []  # with whether it is loaded
+        self.named: list[tuple[str, str]] = []  # ids that attributes name, with the attribute
+        self.based = False
         self._style = False
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -77,15 +95,21 @@ class _Page(HTMLParser):
             (self.twice if name in self.ids else self.ids).add(name)
         if tag == "a" and found.get("name"):
             self.ids.add(found["name"])
-        loaded = not (tag == "link" and set(found.get("rel", "").split()) & _NAMED_ONLY)
+        self.based |= tag == "base"
+        self.named += [(name, attribute) for attribute in _NAMES for name in found.get(attribute, "").split()]
+        rel = set(found.get("rel", "").lower().split())
+        loaded = not (tag == "link" and rel and rel <= _NAMED_ONLY)
+        if tag == "meta" and found.get("http-equiv", "").lower() == "refresh":
+            self.links += [(link, False) for link in _REFRESH.findall(found.get("content", ""))]
         for attribute in _LOADED.get(tag, ()):
             if attribute in found:
-                values = _of_srcset(found[attribute]) if attribute == "srcset" else [found[attribute]]
+                values = _of_srcset(found[attribute]) if attribute.endswith("srcset") else [found[attribute]]
                 self.links += [(value, loaded) for value in values]
         for attribute in _LINKS.get(tag, ()):
             if attribute in found:
                 self.links.append((found[attribute], False))
-        self.links += [(link, True) for link in css_links(found.get("style", ""))]
+        for attribute in _PAINT | {"style"}:
+            self.links += [(link, True) for link in css_links(found.get(attribute, ""))]
         self._style = tag == "style"
 
     def handle_endtag(self, tag: str) -> None:
@@ -97,7 +121,8 @@ class _Page(HTMLParser):
 
 
 def _of_srcset(text: str) -> list[str]:
-    return [candidate.split()[0] for candidate in text.split(",") if candidate.strip()]
+    """The addresses; a comma may stand inside one."""
+    return _SRCSET.findall(text)
 
 
 def css_links(text: str) -> list[str]:
@@ -111,20 +136,39 @@ def check(root: Path) -> Checked:
     checked, pages = Checked(), {}
     for path in sorted(root.rglob("*.html")):
         page = pages[path] = _Page()
-        page.feed(path.read_text(encoding="utf-8"))
+        page.feed(_text(root, path, checked))
         page.close()
-    sheets = {path: css_links(path.read_text(encoding="utf-8")) for path in sorted(root.rglob("*.css"))}
+    sheets = {path: css_links(_text(root, path, checked)) for path in sorted(root.rglob("*.css"))}
     checked.pages = len(pages)
     for path, page in pages.items():
         name = path.relative_to(root).as_posix()
         checked.faults += [Fault(name, f"#{twice}", "two elements have this id") for twice in sorted(page.twice)]
+        checked.faults += [
+            Fault(name, f"#{id}", f"{attribute} names it, and no element has this id")
+            for id, attribute in page.named
+            if id not in page.ids and id != _THEME
+        ]
+        if page.based:
+            checked.faults.append(Fault(name, "<base>", "every link of the page would start from there"))
     everything = [(path, link, loaded) for path, page in pages.items() for link, loaded in page.links]
     everything += [(path, link, True) for path, links in sheets.items() for link in links]
     for path, link, loaded in everything:
         checked.links += 1
-        if why := _fault(root, path, link, loaded, pages):
+        try:
+            why = _fault(root, path, link, loaded, pages)
+        except (OSError, ValueError) as error:
+            why = f"it is no address: {error}"
+        if why:
             checked.faults.append(Fault(path.relative_to(root).as_posix(), link, why))
     return checked
+
+
+def _text(root: Path, path: Path, checked: Checked) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        checked.faults.append(Fault(path.relative_to(root).as_posix(), "the file", f"it is not UTF-8: {error}"))
+        return path.read_text(encoding="utf-8", errors="replace")
 
 
 def _fault(root: Path, path: Path, link: str, loaded: bool, pages: dict[Path, _Page]) -> str | None:
@@ -146,7 +190,7 @@ def _fault(root: Path, path: Path, link: str, loaded: bool, pages: dict[Path, _P
     if not target.is_file():
         return "there is no such file"
     anchor = unquote(parts.fragment)
-    if anchor and anchor != "top" and target in pages and anchor not in pages[target].ids:
+    if anchor and anchor != "top" and target in pages and not {anchor, parts.fragment} & pages[target].ids:
         return "that page has no such anchor"
     return None
 
@@ -156,4 +200,4 @@ if __name__ == "__main__":
     for fault in result.faults:
         print(fault)
     print(f"{result.links} links on {result.pages} pages, {len(result.faults)} of them bad")
-    sys.exit(bool(result.faults))
+    sys.exit(bool(result.faults) or not result.pages)

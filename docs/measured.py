@@ -113,5 +113,8 @@ class Measured:
                 raise UnknownFigure(
                     f"there is no {path.name} in docs/results; `python docs/results.py {name}` makes it"
                 )
-            self._files[name] = json.loads(path.read_text(encoding="utf-8"))
+            try:
+                self._files[name] = json.loads(path.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise UnknownFigure(f"docs/results/{path.name} cannot be read: {error}") from error
         return self._files[name]

@@ -50,7 +50,10 @@ class Pictures:
     def _with_words(self, name: str, svg: str, language: str) -> str:
         if self._words is None:
             path = self._diagrams / "words.toml"
-            self._words = tomllib.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+            try:
+                self._words = tomllib.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+            except ValueError as error:
+                raise UnknownPicture(f"docs/diagrams/words.toml cannot be read: {error}") from error
         words = {**self._words.get("all", {}), **self._words.get(name, {})}
 
         def text(match: re.Match[str]) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import date
@@ -70,6 +72,9 @@ def quiz(
 
     Of the commands below, verify is for anyone; keygen, sign and stats are for organisers.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # what a terminal cannot show is a "?", and no reason to stop
     if context.invoked_subcommand is not None:
         return
     language = chosen_language(lang)
@@ -191,7 +196,8 @@ def verify_command(
     if signed is not None:
         lines.append(say["signature_right" if signed else "signature_wrong"])
     about = words("certificate", language)
-    for line in [*lines, "", about["shows"], about["shows_not"]]:
+    shown = [about["shows"]] if found.name_matches else []
+    for line in [*lines, "", *shown, about["shows_not"]]:
         console.print(Text(line), highlight=False)
     if not (found.passed and found.name_matches and signed is not False):
         raise typer.Exit(1)
@@ -253,7 +259,7 @@ def stats_command(
     exams = stats.analyse(bank, found)
     if as_json:
         data = {"exams": [asdict(one) for one in exams], "unread": [asdict(one) for one in unread]}
-        typer.echo(json.dumps(data, indent=1, ensure_ascii=False))
+        typer.echo(json.dumps(data, indent=1))
     else:
         _print_statistics(Console(), bank, exams, unread, chosen_language(lang))
     if not found:

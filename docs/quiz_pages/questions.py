@@ -18,6 +18,8 @@ def quiz_html(topic: str, lang: str) -> str:
     """
     if topic == OVERVIEW:
         return render("overview.html", lang)
+    if topic not in (known := [one.id for one in bank().topics]):
+        raise KeyError(f"the quiz has no topic {topic!r}; it has {', '.join(known)}, and {OVERVIEW} for all of them")
     found = bank().topic(topic)
     titles = {question.id: explained_title(question, lang) for question in found.questions}
     return render("topic.html", lang, topic=found, titles=titles, is_right=is_right)

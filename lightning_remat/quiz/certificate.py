@@ -34,6 +34,13 @@ EPOCH = date(2025, 1, 1)
 _DIGEST, _DAY, _NAME, _CHECK = 5, 2, 5, 3
 _HEAD = 1 + _DIGEST + _DAY + _NAME
 _GROUP = 6
+# What cannot be seen: controls that are no spaces, what Unicode calls default ignorable (joiners, marks of direction,
+# fillers), the blank of Braille, and what is no character. Written out, since each language knows another Unicode.
+UNSEEN = (
+    "\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e"
+    "\u2060-\u206f\u2800\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufff8\ufffe\uffff\ud800-\udfff"
+    "\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff"
+)
 _SPACES = "\t\n\v\f\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\u0085\u001c-\u001f"
 
 Code: TypeAlias = Literal["mistyped", "version", "bank", "name"]
@@ -166,13 +173,13 @@ def verify(bank: Bank | Iterable[Exam | Core], text: str, name: str | None = Non
 def normal_name(name: str) -> str:
     """A name as it is compared: without regard to case, to spaces, and to how its characters are composed.
 
-    Characters that cannot be seen are left out, too: keyboards put a zero width joiner into Devanagari, or do not.
+    Characters that cannot be seen are left out, too: keyboards put a zero width joiner into Devanagari, or do not, and
+    what is copied brings marks of direction along.
 
     Raises:
         CertificateError: If nothing is left (``name``).
     """
-    name = re.sub("[\ud800-\udfff]", "\ufffd", name)  # half a character, as a broken terminal gives; as JavaScript does
-    name = re.sub("[\u200b-\u200d\u2060\ufeff]", "", unicodedata.normalize("NFC", name))
+    name = unicodedata.normalize("NFC", re.sub(f"[{UNSEEN}]", "", name))
     name = unicodedata.normalize("NFC", name.lower())
     words = [word for word in re.split(f"[{_SPACES}]+", name) if word]
     if not words:

@@ -12,6 +12,7 @@ from lightning_remat.quiz.certificate import CertificateError, normal_name, to_b
 from lightning_remat.quiz.words import words
 
 _UNPRINTABLE = "[\x00-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff\u202a-\u202e\u2066-\u2069]"
+_WIDE = "\u2e80"  # from here on, writing is mostly in squares
 _PLACE = re.compile(r"\{\{([a-z_]+)\}\}")
 
 
@@ -39,7 +40,7 @@ def draw(bank: Bank, text: str, name: str, language: str, folder: Path | None = 
         "exam": exam.title[language],
         "given_to": say["given_to"],
         "name": name,
-        "name_size": min(120, 4320 // len(name)),
+        "name_size": max(1, min(120, 25920 // _units(name))),
         "score": say.say("score", right=found.right, of=found.of),
         "pass_mark": say.say("pass_mark", percent=exam.pass_mark),
         "day": say.say("day", day=found.day.isoformat()),
@@ -54,6 +55,17 @@ def draw(bank: Bank, text: str, name: str, language: str, folder: Path | None = 
     return _PLACE.sub(lambda match: escape(str(values[match[1]]), {'"': "&quot;"}), template)
 
 
+def _units(name: str) -> int:
+    """How wide a name becomes in bold, at most, in tenths of its size: the fonts are those of whoever shows it."""
+
+    def units(char: str) -> int:
+        if char in "MWmw@%" or char >= _WIDE:
+            return 11
+        return 9 if char.lower() != char else 6
+
+    return sum(map(units, name))
+
+
 def display_name(name: str) -> str:
     """A name as it is written on a certificate: composed, on one line, without what no XML can hold.
 
@@ -62,7 +74,7 @@ def display_name(name: str) -> str:
     Raises:
         CertificateError: If nothing can be seen of it (``name``).
     """
-    kept = re.sub(_UNPRINTABLE, "", " ".join(unicodedata.normalize("NFC", name).split()))
-    shown = " ".join(kept.split())
+    kept = re.sub(_UNPRINTABLE, "", " ".join(name.split()))
+    shown = " ".join(unicodedata.normalize("NFC", kept).split())
     normal_name(shown)
     return shown

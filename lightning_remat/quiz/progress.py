@@ -103,7 +103,7 @@ class Progress:
         if self.problem is not None:
             return
         try:
-            content = json.loads(self.path.read_text(encoding="utf-8"))
+            content = json.loads(self.path.read_text(encoding="utf-8-sig"))
         except FileNotFoundError:
             content = {"format": _FORMAT, "answers": {}}
         except OSError as error:
@@ -120,7 +120,10 @@ class Progress:
         self._answers = {id: answers for id, answers in found.items() if answers is not None}
 
     def _put_aside(self) -> None:
-        aside = self.path.with_name("quiz.damaged.json")
+        aside, number = self.path.with_name("quiz.damaged.json"), 1
+        while aside.exists():  # what was put there before may be all that is left of a long course
+            number += 1
+            aside = self.path.with_name(f"quiz.damaged.{number}.json")
         try:
             os.replace(self.path, aside)
         except OSError as error:
@@ -131,7 +134,7 @@ class Progress:
     def _write(self) -> None:
         if self.problem is not None:
             return
-        text = json.dumps({"format": _FORMAT, "answers": self._entries}, ensure_ascii=False, indent=1)
+        text = json.dumps({"format": _FORMAT, "answers": self._entries}, indent=1)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # Beside it and then in its place, so that there is a whole file at any time.

@@ -13,17 +13,25 @@ range of scores, which lowers correlations. With few learners all of these figur
 from __future__ import annotations
 
 import csv
+import io
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lightning_remat.errors import RematError
 from lightning_remat.quiz.bank import Bank, Exam
 from lightning_remat.quiz.certificate import CertificateError, Verified, to_bytes, verify
+from lightning_remat.quiz.grading import Core
+
+if TYPE_CHECKING:
+    import _csv
+
+_CONTROLS = "[\x00-\x1f\x7f-\x9f]"  # which a terminal would obey
 
 
 class StatisticsError(RematError, ValueError):
@@ -98,16 +106,17 @@ def collect(files: Iterable[Path], bank: Bank) -> tuple[list[Verified], list[Unr
     found: list[Verified] = []
     unread: list[Unread] = []
     seen: dict[bytes, str] = {}
+    cores = [Core.of(exam) for exam in bank.exams]  # whose digests are made once, not for each ID
     for path in files:
         for line, text, name in _lines(path):
             try:
-                verified = verify(bank, text, name)
+                verified = verify(cores, text, name)
                 raw = to_bytes(text)
             except CertificateError as error:
                 unread.append(Unread(str(path), line, error.code))
                 continue
             if verified.name_matches is False:
-                unread.append(Unread(str(path), line, "other_name", name or ""))
+                unread.append(Unread(str(path), line, "other_name", re.sub(_CONTROLS, " ", name or "")))
             elif raw in seen:
                 unread.append(Unread(str(path), line, "twice", seen[raw]))
             else:
@@ -170,21 +179,21 @@ def _lines(path: Path) -> Iterator[tuple[int, str, str | None]]:
         raise StatisticsError(f"{path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise StatisticsError(f"{path} is not text in UTF-8") from error
-    rows = text.splitlines()
-    header = rows[0] if rows else ""
-    for delimiter in ",;\t":
-        columns = [column.strip().lower() for column in next(csv.reader([header], delimiter=delimiter), [])]
-        if "id" in columns:
-            yield from _table(text, delimiter, columns)
-            return
-    for number, row in enumerate(rows, 1):
+    try:
+        for delimiter in ",;\t":
+            reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+            columns = [column.strip().lower() for column in next(reader, [])]
+            if "id" in columns:
+                yield from _table(reader, columns)
+                return
+    except csv.Error as error:
+        raise StatisticsError(f"{path} is no CSV that can be read: {error}") from error
+    for number, row in enumerate(re.split("\r\n|\r|\n", text), 1):
         if row.strip() and not row.strip().startswith("#"):
             yield number, row, None
 
 
-def _table(text: str, delimiter: str, columns: list[str]) -> Iterator[tuple[int, str, str | None]]:
-    reader = csv.reader(text.splitlines(keepends=True), delimiter=delimiter)
-    next(reader)
+def _table(reader: _csv.Reader, columns: list[str]) -> Iterator[tuple[int, str, str | None]]:
     for row in reader:
         fields = dict(zip(columns, row, strict=False))
         if any(field.strip() for field in row):

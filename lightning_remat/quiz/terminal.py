@@ -7,6 +7,7 @@ a screen reader, a pipe and a terminal without them lose nothing.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Sequence
 
 from rich.console import Console
@@ -96,6 +97,10 @@ class Terminal:
             found = self._ask(prompt).strip()
         except (EOFError, KeyboardInterrupt) as error:
             self.line()
+            raise Left from error
+        except RuntimeError as error:  # "lost sys.stdin": it was closed before Python began
+            if sys.stdin is not None and sys.stdout is not None:
+                raise
             raise Left from error
         if leave and found.lower() == leave:
             raise Left

@@ -98,6 +98,8 @@ def test_pictures() -> None:
         ('<img alt="x" src="figure:gone">', "tutorials/kept.md: there is no picture 'gone'"),
         ('<img alt="" src="figure:tape">', "says nothing to those who cannot see it"),
         ('<img src="x.png">', "the picture x.png says nothing to those who cannot see it"),
+        ("<!-- quizz: kept -->", "tutorials/kept.md: <!-- quizz: kept --> is no mark that is known here"),
+        ("<!-- Quiz: kept --><!-- no-run: why -->", "<!-- Quiz: kept --> is no mark"),
     ],
 )
 def test_what_cannot_be_resolved(html: str, said: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,9 +1,12 @@
 """The link checker on small made-up sites, one for each kind of fault; and the same sites without it."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from docs import linkcheck
 from docs.linkcheck import check, css_links
 
 
@@ -75,6 +78,26 @@ def test_a_good_site(tmp_path: Path) -> None:
         ('<link rel="alternate" hreflang="es" href="es/gone.html">', "index.html: es/gone.html: there is no such file"),
         ('<form action="gone.html"></form>', "index.html: gone.html: there is no such file"),
         ('<p id="top-of-it">x</p>', "index.html: #top-of-it: two elements have this id"),
+        ('<link rel="preload" imagesrcset="gone.svg 1x">', "index.html: gone.svg: there is no such file"),
+        ('<img srcset="data:image/png;base64,AA== 1x, gone.svg 2x">', "index.html: gone.svg: there is no such file"),
+        ('<meta http-equiv="Refresh" content="0; url=gone.html">', "index.html: gone.html: there is no such file"),
+        ('<svg><a xlink:href="gone.html">x</a></svg>', "index.html: gone.html: there is no such file"),
+        ('<svg><path fill="url(#gone)"/></svg>', "index.html: #gone: that page has no such anchor"),
+        ('<button formaction="gone.html">x</button>', "index.html: gone.html: there is no such file"),
+        ('<a ping="https://example.org/p">x</a>', "index.html: https://example.org/p: it is loaded from another"),
+        (
+            '<link rel="alternate stylesheet" href="https://example.org/a.css">',
+            "index.html: https://example.org/a.css: it is loaded from another host",
+        ),
+        ("<style>p { background: URL(gone.png) }</style>", "index.html: gone.png: there is no such file"),
+        ('<style>@IMPORT"gone.css";</style>', "index.html: gone.css: there is no such file"),
+        ("<style>p { background: image-set('gone.png' 1x) }</style>", "index.html: gone.png: there is no such file"),
+        ('<label for="gone">x</label>', "index.html: #gone: for names it, and no element has this id"),
+        ('<p aria-describedby="top-of-it gone">x</p>', "index.html: #gone: aria-describedby names it, and no"),
+        ('<base href="https://example.org/">', "index.html: <base>: every link of the page would start from there"),
+        ('<a href="http://[x">x</a>', "index.html: http://[x: it is no address"),
+        ('<a href="a%00.html">x</a>', "index.html: a%00.html: it is no address"),
+        (f'<a href="{"x" * 5000}">x</a>', f"index.html: {'x' * 5000}: it is no address"),
     ],
 )
 def test_one_fault(tmp_path: Path, body: str, expected: str) -> None:
@@ -82,6 +105,31 @@ def test_one_fault(tmp_path: Path, body: str, expected: str) -> None:
     found = faults(site(tmp_path, files))
     assert len(found) == 1
     assert found[0].startswith(expected)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '<h2 id="\u00f1 b">x</h2><a href="#%C3%B1%20b">x</a>',
+        '<h2 id="a%20b">x</h2><a href="#a%20b">x</a>',
+        '<link rel="CANONICAL" href="https://example.org/">',
+        '<svg><g id="paint"/><path fill="url(#paint)"/></svg>',
+        '<img srcset="pic.svg 1x,a/pic%202.svg 2x, data:image/svg+xml,%3Csvg/%3E 3x">',
+    ],
+)
+def test_no_fault(tmp_path: Path, body: str) -> None:
+    assert faults(site(tmp_path, {**GOOD, "index.html": GOOD["index.html"].replace("</body>", f"{body}</body>")})) == []
+
+
+def test_a_file_that_is_not_utf8(tmp_path: Path) -> None:
+    site(tmp_path, GOOD)
+    (tmp_path / "old.html").write_bytes(b'<a href="gone.html">\xe9</a>')
+    assert [fault.split(":")[1] for fault in faults(tmp_path)] == [" the file", " gone.html"]
+
+
+def test_a_folder_without_pages_is_no_good_site(tmp_path: Path) -> None:
+    command = [sys.executable, linkcheck.__file__, str(tmp_path)]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 1
 
 
 @pytest.mark.parametrize(

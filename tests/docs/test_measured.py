@@ -67,3 +67,9 @@ def test_a_unit_that_is_written_twice(measured: Measured, unit: str) -> None:
 
 def test_a_unit_after_a_plain_number(measured: Measured) -> None:
     assert measured.fill("{{ run.bytes | int }} bytes") == ("12,582,912 bytes", [])
+
+
+def test_figures_that_cannot_be_read(measured: Measured, tmp_path: Path) -> None:
+    (tmp_path / "half.json").write_text('{"a": 1', encoding="utf-8")
+    _, faults = measured.fill("{{ half.a }}")
+    assert faults[0].startswith("{{ half.a }}: docs/results/half.json cannot be read: ")

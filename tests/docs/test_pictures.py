@@ -46,3 +46,10 @@ def test_a_word_that_is_missing(pictures: Pictures) -> None:
 def test_a_picture_that_is_missing(pictures: Pictures, name: str, language: str) -> None:
     with pytest.raises(UnknownPicture, match=rf"neither {name}\.{language}\.svg in .*figures nor {name}\.svg"):
         pictures.svg(name, language)
+
+
+def test_words_that_cannot_be_read(pictures: Pictures, tmp_path: Path) -> None:
+    """The file is named: a page is where it came up, not where it is mended."""
+    (tmp_path / "diagrams" / "words.toml").write_text("budget.\n", encoding="utf-8")
+    with pytest.raises(UnknownPicture, match=r"docs/diagrams/words\.toml cannot be read: Invalid"):
+        pictures.svg("tape", "es")

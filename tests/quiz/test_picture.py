@@ -8,9 +8,11 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lightning_remat.quiz.bank import LANGUAGES, load_bank, quiz_folder
-from lightning_remat.quiz.certificate import CertificateError, issue
+from lightning_remat.quiz.certificate import CertificateError, issue, normal_name
 from lightning_remat.quiz.picture import display_name, draw
 from lightning_remat.quiz.words import words
 
@@ -58,6 +60,33 @@ def test_a_picture(name: str, language: str) -> None:
     assert 0.6 * size * len(name) <= 2650
 
 
+@given(st.text())
+def test_a_name_as_shown_is_the_one_it_was_made_for(name: str) -> None:
+    """Whoever copies it from the picture, and whoever has it as it was typed, finds it right."""
+    try:
+        shown = display_name(name)
+    except CertificateError:
+        with pytest.raises(CertificateError):
+            normal_name(name)
+    else:
+        assert normal_name(shown) == normal_name(name)
+        assert display_name(shown) == shown
+
+
+@pytest.mark.parametrize(
+    ("name", "tenths"),  # of its size: what letters are wide in the bold of common fonts
+    [("W" * 36, 11), ("mw" * 25, 11), ("MARÍA GUADALUPE HERNÁNDEZ DE LA TORRE", 8), ("界" * 30, 10), ("W" * 500, 11)],
+)
+def test_wide_letters_fit(name: str, tenths: int) -> None:
+    picture = draw(BANK, made_for(name), name, "en")
+    (size,) = re.findall(rf'font-size="(\d+)" font-weight="700">{name}<', picture)
+    assert 0 < int(size) * tenths / 10 * len(name) <= 2650
+
+
+def test_no_name_is_too_long_to_be_drawn() -> None:
+    assert 'font-size="1" font-weight="700"' in draw(BANK, made_for("x" * 10_000), "x" * 10_000, "en")
+
+
 def test_nothing_is_asked_of_the_network() -> None:
     """No font, no picture, no script; the name space is a name."""
     template = (quiz_folder() / "certificate.svg").read_text(encoding="utf-8")
@@ -79,6 +108,7 @@ def test_names_as_they_are_shown() -> None:
     assert display_name(f"  {joined}\n x\t") == f"{joined} x"
     assert display_name("Jose\u0301\x07 \u202eX") == "Jos\u00e9 X"
     assert display_name("\U0001f469\u200d\U0001f52c") == "\U0001f469\u200d\U0001f52c"
-    for nothing in ("", " ", "\x07", "\u200d", "\u202e"):
+    assert display_name("Jose\u202e\u0301") == "Jos\u00e9", "composed, once what was between is gone"
+    for nothing in ("", " ", "\x07", "\u200d", "\u202e", "\u200e", "\u00ad", "\u3164", "\u2800", "\ufe0f"):
         with pytest.raises(CertificateError, match="at least one visible character"):
             display_name(nothing)

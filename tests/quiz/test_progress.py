@@ -100,6 +100,31 @@ def test_a_damaged_file_is_put_aside(path: Path, content: bytes) -> None:
     assert progress.problem is None
 
 
+def test_one_damaged_file_does_not_take_the_place_of_another(path: Path) -> None:
+    path.parent.mkdir()
+    for content in ("the answers of a year", "{", "["):
+        path.write_text(content)
+        progress = Progress(BANK, path)
+        assert progress.damaged is not None
+        assert progress.damaged.read_text() == content
+    assert path.with_name("quiz.damaged.json").read_text() == "the answers of a year"
+
+
+def test_what_an_editor_adds_is_no_damage(path: Path) -> None:
+    Progress(BANK, path).answer(SUM, 4)
+    path.write_text(path.read_text(), encoding="utf-8-sig")
+    assert SUM in Progress(BANK, path)
+
+
+def test_a_foreign_entry_that_is_no_text(path: Path) -> None:
+    """Half a character can be in JSON, and cannot be written as UTF-8."""
+    path.parent.mkdir()
+    path.write_text('{"format": 1, "answers": {"of-another-edition": {"first": "\\ud800"}}}')
+    Progress(BANK, path).answer(SUM, 4)
+    assert SUM in Progress(BANK, path)
+    assert json.loads(path.read_text())["answers"]["of-another-edition"] == {"first": "\ud800"}
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),

@@ -308,6 +308,7 @@ def test_verify_sign_and_keys() -> None:
     result = run("verify", text, "--name", "Ada", "--lang", "es")
     assert result.exit_code == 1
     assert "El ID se creó para otro nombre." in result.output
+    assert words("certificate", "es")["shows"] not in " ".join(result.output.split()), "it was not made for this name"
     result = run("verify", text[1:], "--name", "José", "--lang", "hi")
     assert result.exit_code == 1
     assert words("verify", "hi")["error_mistyped"] in result.output
@@ -388,6 +389,40 @@ def test_a_dumb_terminal(tmp_path: Path) -> None:
     assert found.stderr == ""
     assert "\x1b" not in found.stdout
     assert words("terminal", "hi")["left"] in found.stdout.replace("\n", " ")
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-"])
+def test_streams_that_are_closed(tmp_path: Path, closed: str) -> None:
+    """As cron and some launchers start programs: it ends as at the end of input."""
+    found = started(tmp_path, f"{closed} ", "kept", "en")
+    assert found.returncode == 0
+    assert found.stderr == b""
+
+
+def test_a_terminal_without_the_letters(tmp_path: Path) -> None:
+    found = started(tmp_path, "PYTHONUTF8=0 PYTHONIOENCODING=ascii ", "kept", "hi", b"x\n")
+    assert found.returncode == 0
+    assert found.stderr == b""
+    assert b"???" in found.stdout
+
+
+def started(tmp_path: Path, before: str, topic: str, language: str, input: bytes = b"") -> Any:
+    environment = {
+        "PYTHONPATH": str(Path(cli.__file__).parent.parent),
+        "XDG_DATA_HOME": str(tmp_path),
+        "TERM": "dumb",
+        "LANG": "C.UTF-8",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = f'{before}"$0" -m lightning_remat quiz --topic {topic} --lang {language}'
+    return subprocess.run(
+        ["sh", "-c", command, sys.executable],
+        cwd=tmp_path,
+        env=environment,
+        input=input,
+        capture_output=True,
+        timeout=120,
+    )
 
 
 def test_help() -> None:

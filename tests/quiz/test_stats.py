@@ -157,3 +157,43 @@ def test_any_text_is_got_through(tmp_path: Path, text: str) -> None:
     found, unread = collect([path], BANK)
     assert found == []
     assert all(1 <= one.line <= len(text.splitlines()) for one in unread)
+
+
+def test_lines_are_those_of_an_editor(tmp_path: Path) -> None:
+    """Not what else Unicode breaks lines at: a name may have it, and a header a break inside quotes."""
+    path = tmp_path / "ids.csv"
+    ids = [learner(n, "11101") for n in range(3)]
+    path.write_bytes(
+        f'"First\nseen",id,name\r\n,{ids[0]},learner\x0b0\r\n,{ids[1]},learner\u20281\r\n,{ids[2]},x\r\n'.encode()
+    )
+    found, unread = collect([path], BANK)
+    assert len(found) == 2
+    assert unread == [Unread(str(path), 5, "other_name", "x")]
+    path.write_bytes("\r".join(ids).encode())
+    assert len(collect([path], BANK)[0]) == 3
+
+
+def test_a_field_without_end_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "ids.csv"
+    path.write_text(f"id,name\n{learner(0, '11101')},{'x' * 200_000}\n")
+    with pytest.raises(StatisticsError, match=r"ids\.csv is no CSV that can be read: field larger than"):
+        collect([path], BANK)
+
+
+def test_names_of_others_cannot_steer_a_terminal(tmp_path: Path) -> None:
+    path = tmp_path / "ids.csv"
+    path.write_text(f"id,name\n{learner(0, '11101')},\x1b]0;pwned\x07x\x9b2J\n", encoding="utf-8")
+    (unread,) = collect([path], BANK)[1]
+    assert unread.about == " ]0;pwned x 2J"
+
+
+def test_an_exam_is_digested_once_and_not_for_each_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a large class takes minutes."""
+    made: list[str] = []
+    of = Core.of
+    monkeypatch.setattr(Core, "of", lambda exam: made.append(exam.id) or of(exam))
+    path = tmp_path / "ids.txt"
+    path.write_text("\n".join(learner(n, "11101") for n in range(20)))
+    made.clear()
+    assert len(collect([path], BANK)[0]) == 20
+    assert made == [exam.id for exam in BANK.exams]

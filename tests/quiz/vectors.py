@@ -63,6 +63,9 @@ NAMES = [
     ("Devanagari, nukta decomposed", "\u092b\u093c\u093f\u0930\u094b\u091c\u093c"),
     ("Devanagari with a zero width joiner", KSHA),
     ("Devanagari without it", KSHA.replace("\u200d", "")),
+    ("marks of direction, as copied", "\u202a\u200eAda Lovelace\u202c\u2069"),
+    ("a soft hyphen, a selector, a tag, a control", "A\u00add\ufe0fa\U000e0041 Love\x07lace"),
+    ("composed once what is between is gone", "Jose\u2066\u0301 Mu\u00f1oz"),
     ("invisible characters", "\ufeffA\u200bd\u200ca\u2060"),
     ("sharp s", "Wei\u00df"),
     ("two s", "Weiss"),
@@ -79,6 +82,7 @@ NAMES = [
     ("empty", ""),
     ("only spaces", " \t\u3000"),
     ("only invisible characters", "\u200b\u200d\ufeff"),
+    ("only fillers, blanks and marks of direction", "\u3164\uffa0\u2800 \u200e\u2066\u180e"),
 ]
 DAY = date(2026, 11, 29)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import sys
+import unicodedata
 from datetime import date, timedelta
 from typing import Any
 
@@ -99,7 +101,9 @@ def test_vectors(page: Any) -> None:
 
 # ---------------------------------------------------------------------- at random
 
-INVISIBLE = "\u200b\u200c\u200d\u2060\ufeff\u00a0\u3000\u2028\x85\x1c \t\n"
+INVISIBLE = (
+    "\u200b\u200c\u200d\u2060\ufeff\u00a0\u3000\u2028\x85\x1c \t\n\u202a\u200e\u00ad\u2800\u3164\ufe0f\U000e0041\x07"
+)
 # What lower case makes two characters of, or one of three that look alike, and an accent that stands alone.
 CASES = "\u0130\u03a3\u03c3\u03c2\u1e9e\u01c5A\u0301"
 # Only characters that Python's Unicode knows: a browser may know more, and how to compose or to lower them.
@@ -177,6 +181,15 @@ def spoilt(id: str, choice: random.Random) -> str:
     at = choice.randrange(len(id))
     strange = choice.choice("ABCDEFGHIJKLMNOPQRSTUVWXYZ234567-01=ßſı é")
     return id[:at] + choice.choice([strange, "", id[at] * 2, id[at] + strange]) + id[at + 1 :]
+
+
+def test_every_character(page: Any) -> None:
+    """Lower case, composition, and what cannot be seen: of all that Python's Unicode knows."""
+    known = [char for char in map(chr, range(sys.maxunicode + 1)) if unicodedata.category(char) not in ("Cs", "Cn")]
+    for start in range(0, len(known), 10_000):
+        names = [f"x{char}\u0301" for char in known[start : start + 10_000]]
+        found = run(page, [{"does": does, "name": name} for does in ("name", "shown") for name in names])
+        assert found == [name_tag(name).hex() for name in names] + [display_name(name) for name in names]
 
 
 def test_random_names(page: Any) -> None:

@@ -11,6 +11,13 @@ var rematQuiz = (() => {
   const DAY = 86400000; // milliseconds
   const EPOCH = Date.UTC(2025, 0, 1);
   const SPACES = "\\t\\n\\v\\f\\r \\u00a0\\u1680\\u2000-\\u200a\\u2028\\u2029\\u202f\\u205f\\u3000\\u0085\\u001c-\\u001f";
+  // What cannot be seen, as certificate.py's UNSEEN has it: written out, since each browser knows another Unicode.
+  const UNSEEN = new RegExp(
+    "[\\x00-\\x08\\x0e-\\x1b\\x7f-\\x84\\x86-\\x9f\\u00ad\\u034f\\u061c\\u115f\\u1160\\u17b4\\u17b5\\u180b-\\u180f" +
+      "\\u200b-\\u200f\\u202a-\\u202e\\u2060-\\u206f\\u2800\\u3164\\ufe00-\\ufe0f\\ufeff\\uffa0\\ufff0-\\ufff8\\ufffe\\uffff" +
+      "\\ud800-\\udfff\\u{1bca0}-\\u{1bca3}\\u{1d173}-\\u{1d17a}\\u{e0000}-\\u{e0fff}]",
+    "gu",
+  );
   const SIGNED = "lightning-remat certificate 1\n";
 
   /** What is wrong, as a code: mistyped, version, bank, name, answers, day, signature or key. */
@@ -142,9 +149,9 @@ var rematQuiz = (() => {
 
   // ---- names and days
 
-  /** A name as it is compared: case, spaces and invisible joiners do not matter. */
+  /** A name as it is compared: case, spaces and what cannot be seen do not matter. */
   function normalName(name) {
-    const clean = name.normalize("NFC").replace(/[\u200b-\u200d\u2060\ufeff]/g, "");
+    const clean = name.replace(UNSEEN, "").normalize("NFC");
     const words = clean.toLowerCase().normalize("NFC").split(new RegExp(`[${SPACES}]+`)).filter((word) => word !== "");
     if (!words.length) throw new QuizError("name");
     return words.join(" ");
@@ -239,9 +246,15 @@ var rematQuiz = (() => {
   function displayName(name) {
     const line = (text) => text.split(new RegExp(`[${SPACES}]+`)).filter((word) => word !== "").join(" ");
     const unprintable = /[\x00-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff\u202a-\u202e\u2066-\u2069]/gu;
-    const shown = line(line(name.normalize("NFC")).replace(unprintable, ""));
+    const shown = line(line(name).replace(unprintable, "").normalize("NFC"));
     normalName(shown); // an error if nothing can be seen of it
     return shown;
+  }
+
+  /** How wide a name becomes in bold, at most, in tenths of its size: the fonts are those of whoever shows it. */
+  function units(name) {
+    const wide = (char) => "MWmw@%".includes(char) || char.codePointAt(0) >= 0x2e80;
+    return [...name].reduce((sum, char) => sum + (wide(char) ? 11 : char.toLowerCase() !== char ? 9 : 6), 0);
   }
 
   /** A text with what stands in braces filled in. */
@@ -258,7 +271,7 @@ var rematQuiz = (() => {
       exam: exam.title,
       given_to: words.given_to,
       name: shown,
-      name_size: Math.min(120, Math.floor(4320 / [...shown].length)),
+      name_size: Math.max(1, Math.min(120, Math.floor(25920 / units(shown)))),
       score: fill(words.score, found),
       pass_mark: fill(words.pass_mark, { percent: exam.pass_mark }),
       day: fill(words.day, found),

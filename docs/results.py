@@ -18,6 +18,7 @@ import argparse
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import re
@@ -84,7 +85,10 @@ def run(name: str, into: Path) -> None:
     (into / f"{name}.txt").write_text(with_sections(done.stdout), encoding="utf-8")
     if not figures.is_file():
         raise SystemExit(f"{name}: it wrote no figures; save what its page shows where `--json FILE` says.")
-    found = json.loads(figures.read_text(encoding="utf-8"))
+    try:
+        found = json.loads(figures.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SystemExit(f"{name}.json: it is no JSON: {error}") from error
     if complaint := complaint_about(found):
         raise SystemExit(f"{name}.json: {complaint}")
     figures.write_text(as_json(found), encoding="utf-8")
@@ -116,9 +120,14 @@ def complaint_about(figures: Any) -> str | None:
         return "give one object, a value for each name"
     for name, value in figures.items():
         many = value if isinstance(value, list) else []
-        if not (isinstance(value, (int, float, str)) or (many and all(isinstance(v, (int, float)) for v in many))):
+        if not (isinstance(value, str) or _is_number(value) or (many and all(map(_is_number, many)))):
             return f"{name!r} is {value!r}; give a number, a string, or a list of numbers"
     return None
+
+
+def _is_number(value: Any) -> bool:
+    """Not what JSON has no word for, nor what a page would show as no figure."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def as_json(figures: dict[str, Any]) -> str:

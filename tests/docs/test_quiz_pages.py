@@ -135,7 +135,7 @@ def test_texts_are_text(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unknown_topic_or_language_is_an_error() -> None:
-    with pytest.raises(KeyError, match=r"the quiz has no topic .*; it has recomputation, kept"):
+    with pytest.raises(KeyError, match=r"the quiz has no topic .*; it has sums, letters, and index"):
         quiz_html("cooking", "en")
     with pytest.raises(ValueError, match="'fr' is not a language"):
         quiz_html("sums", "fr")

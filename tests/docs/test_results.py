@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from importlib.metadata import version
@@ -76,7 +77,10 @@ def test_output_is_cut_into_sections() -> None:
     )
 
 
-@pytest.mark.parametrize("bad", [[1], {"a": {"b": 1}}, {"a": None}, {"a": []}, {"a": ["words"]}])
+@pytest.mark.parametrize(
+    "bad",
+    [[1], {"a": {"b": 1}}, {"a": None}, {"a": []}, {"a": ["words"]}, {"a": math.nan}, {"a": [math.inf]}, {"a": True}],
+)
 def test_figures_that_are_not_flat_are_refused(bad: Any) -> None:
     assert results.complaint_about(bad)
 
@@ -96,6 +100,11 @@ def test_a_failing_script_writes_nothing(
     monkeypatch.setattr(sys, "path", list(sys.path))
 
     with pytest.raises(SystemExit, match="no such luck"):
+        results.main()
+    assert not (tmp_path / "results").exists()
+
+    (tmp_path / "examples" / "bad.py").write_text(good.replace('{"a": 1}', '{"a": 1'))
+    with pytest.raises(SystemExit, match=r"bad\.json: it is no JSON"):
         results.main()
     assert not (tmp_path / "results").exists()
 

@@ -72,8 +72,8 @@ class Shape:
     steps: int = 4
 
 
-# A batch that is large enough for tensors to be most of what a room holds: the limit counts Python's own objects, too, of
-# which a training that is traced and planned takes about 10 MiB.
+# A batch that is large enough for tensors to be most of what a room holds: the limit counts Python's own objects, too,
+# of which a training that is traced and planned takes about 10 MiB.
 SMALL = Shape(blocks=4, width=32, context=64, batch=128, steps=3)
 
 

@@ -10,6 +10,7 @@ from torch._dynamo.testing import CompileCounter
 
 from lightning_remat import Remat
 from tests.helpers.exact import EVERYTHING, recompute_all
+from tests.helpers.names import named
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 
@@ -58,7 +59,7 @@ def trained(remat: Remat | None, how: str) -> tuple[list[Any], list[int]]:
 # The compiler's own look at a tensor that is no leaf.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("offload", [None, EVERYTHING], ids=["stays", "leaves"])
-@pytest.mark.parametrize("policy", [recompute_all, "full", "selective", "offload_only"], ids=str)
+@pytest.mark.parametrize("policy", [recompute_all, "full", "selective", "offload_only"], ids=named)
 @pytest.mark.parametrize("how", ["blocks", "whole model", "whole model, graph breaks"])
 def test_compiled_parts_stay_compiled(policy: Any, how: str, offload: Any) -> None:
     """Compiled they run, in the same bits; from the third step on nothing is compiled any more.

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from lightning_remat import Remat, ReplayError
 from tests.helpers.exact import assert_exact, outcome, recompute_all
+from tests.helpers.names import named
 
 
 class Net(nn.Module):
@@ -134,7 +135,7 @@ def test_index_put_and_scatter() -> None:
     assert_exact(Net(), step)
 
 
-@pytest.mark.parametrize("policy", [recompute_all, "full", "selective", "none"], ids=str)
+@pytest.mark.parametrize("policy", [recompute_all, "full", "selective", "none"], ids=named)
 def test_the_error_of_plain_pytorch_is_kept(policy: object) -> None:
     """Changing a saved tensor in place raises in backward, as without us."""
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from lightning_remat import ConfigurationError, RematCallback, RematStrategy
+from tests.helpers.names import named
 from tests.helpers.training import Lit, Net, regression, regression_data, trainer_for
 
 
@@ -27,7 +28,7 @@ from tests.helpers.training import Lit, Net, regression, regression_data, traine
         (DDPStrategy(), "not an instance"),
         (None, "give a strategy's name or class"),
     ],
-    ids=str,
+    ids=named,
 )
 def test_a_base_that_does_not_work_is_refused(base: Any, message: str) -> None:
     """With the setting, the value it got, and what to use."""

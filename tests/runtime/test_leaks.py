@@ -15,6 +15,7 @@ from lightning_remat.engine.offload.disk import DiskPlace
 from tests.helpers.disk import settle
 from tests.helpers.exact import EVERYTHING, recompute_all
 from tests.helpers.memory import LiveBytes, live_objects, live_records, no_collector
+from tests.helpers.names import named
 
 WARM = 3
 
@@ -239,7 +240,7 @@ def test_nothing_stays_alive(way: Callable[[Training], None], options: str) -> N
 
 
 @pytest.mark.usefixtures("_no_collector")
-@pytest.mark.parametrize("policy", ["full", "every:2", "sqrt", recompute_all], ids=str)
+@pytest.mark.parametrize("policy", ["full", "every:2", "sqrt", recompute_all], ids=named)
 def test_a_dropped_value_is_gone_when_forward_is_over(policy: Any) -> None:
     """Autograd saves the result of `act` for the product that follows it; what it holds does not keep the bytes."""
     training = Training(policy=policy)

@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from lightning_remat import Remat
 from lightning_remat.engine.verify import same_bits
 from tests.helpers.exact import EVERYTHING, assert_exact, recompute_all
+from tests.helpers.names import named
 
 WIDE = 60  # elements of the tensor that all of these are made of
 Make = Callable[[Tensor], list[Tensor]]
@@ -143,7 +144,7 @@ CHANGES: dict[str, Callable[[Tensor], Any]] = {"scaled": lambda z: z.mul_(2), "d
 @pytest.mark.parametrize("lazy", LAZY.values(), ids=LAZY)
 @pytest.mark.parametrize("first", ["plain", "lazy"])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize("policy", ["offload_only", recompute_all], ids=str)
+@pytest.mark.parametrize("policy", ["offload_only", recompute_all], ids=named)
 def test_a_lazy_view_that_was_made_before_the_step(
     lazy: Callable[[Tensor], Tensor], first: str, change: Callable[[Tensor], Any], policy: Any
 ) -> None:
@@ -205,7 +206,7 @@ def test_zeros_without_memory_stay(policy: Any) -> None:
     assert_exact(nn.Linear(4, 4), step, policy, offload=EVERYTHING).close()
 
 
-@pytest.mark.parametrize("policy", ["offload_only", recompute_all, "selective"], ids=str)
+@pytest.mark.parametrize("policy", ["offload_only", recompute_all, "selective"], ids=named)
 def test_a_channels_last_network_keeps_its_layouts(policy: Any) -> None:
     """Bits of a convolution's gradient depend on the layout of what it saved; so what is restored must have it."""
     torch.manual_seed(0)

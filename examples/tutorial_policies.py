@@ -159,6 +159,7 @@ def check_the_bits() -> dict[str, object]:
 
 
 def main() -> None:
+    Training(Remat(policy="full")).step()  # what PyTorch sets up once is not of any policy, and is out of the tables
     look_at_full()
     figures = look_at_selective()
     figures |= try_a_deep_chain()

@@ -83,7 +83,7 @@ def print_kept(
         table.add_row(format_bytes(s.nbytes), shape, str(s.dtype).removeprefix("torch."), s.module, s.op)
     for label, rest in (("smaller activations", activations[rows:]), ("parameters, buffers and inputs", others)):
         if rest:
-            table.add_row(_total(rest), f"{len(rest)} tensors", "", "", label)
+            table.add_row(_total(rest), "1 tensor" if len(rest) == 1 else f"{len(rest)} tensors", "", "", label)
     (console or Console()).print(table)
 
 

@@ -93,6 +93,12 @@ def test_what_autograd_keeps() -> None:
     assert "parameters, buffers and inputs" in text
 
 
+def test_one_tensor_is_one() -> None:
+    console = Console(file=io.StringIO(), width=100, color_system=None)
+    print_kept(nn.Linear(8, 1, bias=False), X, console=console)
+    assert "1 tensor " in console.file.getvalue()
+
+
 def test_print_kept_leaves_no_gradient_and_no_hook() -> None:
     model = Model()
     print_kept(model, X, console=Console(file=io.StringIO()))

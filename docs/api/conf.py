@@ -39,8 +39,8 @@ autoclass_content = "class"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
-# With every Trainer, Lightning tells of devices and of another product; its warnings and errors are left. Where both of its
-# names are installed, the one imported last logs for both.
+# With every Trainer, Lightning tells of devices and of another product; its warnings and errors are left. Where both of
+# its names are installed, the one imported last logs for both.
 doctest_global_setup = """
 import logging
 import lightning

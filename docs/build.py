@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,16 +25,21 @@ if str(ROOT) not in sys.path:
 os.environ.setdefault("NO_MKDOCS_2_WARNING", "1")  # a banner about another release
 
 try:
-    import myst_parser
     from mkdocs.commands.build import build as mkdocs
     from mkdocs.config import load_config
+
+    for theirs in ("furo", "material", "myst_parser", "sphinx"):  # used by name only, and missed late
+        if find_spec(theirs) is None:
+            raise ImportError(f"No module named {theirs!r}")
 except ImportError as error:
-    sys.exit(f"{error}. What builds the site is installed by: pip install -c constraints.txt -e '.[docs]'")
+    sys.exit(
+        f"{error}: what builds the site is in the extra `docs`. In the folder of the project, say\n"
+        f'{sys.executable} -m pip install -c constraints.txt -e ".[docs]"'
+    )
 
 from docs import linkcheck
 from docs.hooks import API, LANGUAGES
 
-assert myst_parser  # looked for here, so that its absence has a name; Sphinx uses it
 SITE = ROOT / "build/site"
 
 

@@ -66,6 +66,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     config.site_description = words["description"]
     for choice in config.theme["palette"]:
         choice["toggle"]["name"] = words["dark" if choice["scheme"] == "default" else "light"]
+    config.mdx_configs["toc"]["permalink_title"] = words["permalink"]
     # An error page would need to know at which address the site is, and a map of the site, too.
     config.theme.static_templates.clear()
     config.extra["words"] = words

@@ -39,6 +39,14 @@ autoclass_content = "class"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
+# With every Trainer, Lightning tells of devices and of another product; its warnings and errors are left. Where both of
+# its names are installed, the one imported last logs for both.
+doctest_global_setup = """
+import logging
+import lightning
+for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"):
+    logging.getLogger(name).setLevel(logging.WARNING)
+"""
 doctest_default_flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE  # as in pyproject.toml
 
 html_theme = "furo"

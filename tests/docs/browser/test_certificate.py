@@ -130,6 +130,24 @@ def test_a_name_is_needed(visit: Visitor, served: str, name: str) -> None:
     assert section(page).locator("form input").evaluate("input => input === document.activeElement")
 
 
+def test_an_error_in_the_name_takes_the_certificate_away(visit: Visitor, served: str) -> None:
+    """Of the exam that it is about, and of no other."""
+    page = visit(f"{served}quiz/certificate.html")
+    page.evaluate("rematQuiz.progress.all().forEach(q => rematQuiz.progress.record(q.id, q.answer))")
+    make(page, "Ada")
+    other = page.locator('[data-exam="course"]')
+    other.locator("form button").click()
+    assert part(page, "made").is_visible()
+    assert page.locator(".rq-sheet").count() == 1
+    make(page, " ")
+    assert part(page, "trouble").inner_text() == say()["error_name"]
+    assert not part(page, "made").is_visible()
+    assert not page.locator(".rq-sheet").count(), "nor is it printed"
+    make(page, "Grace")
+    assert part(page, "made").is_visible()
+    assert part(page, "trouble").inner_text() == ""
+
+
 def test_a_name_is_text_and_never_html(visit: Visitor, base: str) -> None:
     page = visit(f"{base}quiz/certificate.html")
     pass_exam(page, base)

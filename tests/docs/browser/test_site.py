@@ -120,6 +120,28 @@ def test_light_and_dark_are_chosen_and_remembered(visit: Visitor, base: str, lan
     assert scheme(page) == "default"
 
 
+def test_light_and_dark_hold_across_languages(visit: Visitor, base: str) -> None:
+    """Also in a page that was seen before, one that the browser has kept, and one that is open elsewhere."""
+    where = "howto/choose.html"
+    page = visit(start(base, "es") + where, color_scheme="light")
+    page.goto(base + where)
+    toggle(page)
+    for language in ("es", "hi"):
+        page.locator(".md-select button").hover()
+        page.locator(f".md-select__link[hreflang={language}]").click()
+        page.wait_for_url(start(base, language) + where)
+        assert scheme(page) == "slate"
+    other = page.context.new_page()
+    other.goto(start(base, "es") + "index.html")
+    toggle(other)
+    page.wait_for_function("document.body.dataset.mdColorScheme === 'default'")
+    page.go_back()
+    page.wait_for_url(start(base, "es") + where)
+    page.wait_for_function("document.body.dataset.mdColorScheme === 'default'")
+    page.goto(base + where)
+    assert scheme(page) == "default"
+
+
 def test_what_the_system_prefers_is_followed(visit: Visitor, base: str) -> None:
     page = visit(f"{base}guide.html", color_scheme="dark")
     assert scheme(page) == "slate"

@@ -223,11 +223,15 @@ def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Words with accents are found without them, too."""
-    lunr = Path(config.site_dir) / "assets/javascripts/lunr/min/lunr.es.min.js"
-    if _language(config) == "es":
-        accents = (Path(config.site_dir) / "assets/js/accents.js").read_text(encoding="utf-8")
-        lunr.write_text(f"{lunr.read_text(encoding='utf-8')}\n{accents}", encoding="utf-8")
+    """Words are found in the plural, and those with accents without them, too."""
+    assets = Path(config.site_dir) / "assets"
+    where, names = {
+        "en": ("javascripts/workers/search.*.min.js", ["plurals"]),
+        "es": ("javascripts/lunr/min/lunr.es.min.js", ["accents", "plurals"]),
+    }.get(_language(config), ("", []))
+    for lunr in assets.glob(where) if where else ():
+        parts = [lunr, *(assets / f"js/{name}.js" for name in names)]
+        lunr.write_text("\n".join(part.read_text(encoding="utf-8") for part in parts), encoding="utf-8")
 
 
 # ---------------------------------------------------------------------- helpers

@@ -63,7 +63,8 @@ def quiz(
         bool, typer.Option("--start-over", help="Forget your answers (of --topic or --exam, else all) and begin anew.")
     ] = False,
     site: Annotated[
-        str, typer.Option(envvar="LIGHTNING_REMAT_SITE", help="Where the documentation is, for links to its pages.")
+        str,
+        typer.Option(envvar="LIGHTNING_REMAT_SITE", help="The documentation's address or folder, for links."),
     ] = "",
 ) -> None:
     """Questions on recomputation and on this package, with the reason for each answer, in English, Spanish or Hindi.
@@ -72,9 +73,9 @@ def quiz(
 
     Of the commands below, verify is for anyone; keygen, sign and stats are for organisers.
     """
-    for stream in (sys.stdout, sys.stderr):
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # what a terminal cannot show is a "?", and no reason to stop
+            stream.reconfigure(errors="replace")  # what a terminal cannot show or say is a "?", and no reason to stop
     if context.invoked_subcommand is not None:
         return
     language = chosen_language(lang)
@@ -86,9 +87,10 @@ def quiz(
             name = display_name(name)
         except CertificateError as error:
             raise _refused(f"--name={name!r}: {error}.") from error
+    link = _linker(site, language)
     progress = Progress(bank, progress_file())
     say = words("terminal", language)
-    terminal = Terminal(Console(), say, language, _linker(site, language))
+    terminal = Terminal(Console(), say, language, link)
     if progress.damaged is not None:
         terminal.line(say.say("damaged", file=progress.damaged))
     if start_over:
@@ -107,6 +109,9 @@ def quiz(
     except (Left, KeyboardInterrupt):
         if progress.problem is None:
             terminal.line(say["left"])
+    if terminal.unlinked:
+        terminal.line()
+        terminal.line(say["no_site"], "dim")
     if certificate is not None and not written:
         terminal.line(say.say("no_certificate", file=certificate))
         raise typer.Exit(1)
@@ -135,11 +140,9 @@ def _certify(
     terminal: Terminal, bank: Bank, exam: Exam, progress: Progress, name: str | None, file: Path | None
 ) -> bool:
     """Make a certificate, say what it shows and what it does not, and write it; returns whether it was written."""
-    while name is None:
-        try:
-            name = display_name(terminal.ask(terminal.say["ask_name"], leave=""))
-        except CertificateError:
-            terminal.line(words("verify", terminal.language)["error_name"])
+    if name is None:
+        again = words("verify", terminal.language)["error_name"]
+        name = terminal.until(terminal.say["ask_name"], display_name, again, leave="")
     text = issue(exam, progress.first(exam.questions), name, date.today())
     say = words("certificate", terminal.language)
     terminal.line()
@@ -248,8 +251,11 @@ def stats_command(
 ) -> None:
     """Show for each question how many were right, how well it tells learners apart, and what was answered.
 
-    The share right, and the corrected item-total correlation ("-" where it is undefined). Where only those who passed
-    have an ID, the figures are theirs. Exit status 1: no ID could be read.
+    The share right, and the corrected item-total correlation ("-" where it is undefined).
+
+    Where only those who passed have an ID, the figures are theirs.
+
+    Exit status 1: no ID could be read.
     """
     bank = _loaded()
     try:
@@ -320,12 +326,14 @@ def chosen_language(lang: Language | None) -> str:
     return "en"
 
 
-def _linker(site: str, language: str) -> Callable[[str], str]:
-    """Where a page is: at an address that is known, in a site that was built here, or else just its name."""
-    built = Path(__file__).parent.parent / "build" / "site"
-    if not site and (built / "index.html").is_file():
-        site = built.as_uri()
-    base = f"{site.rstrip('/')}/" if site else ""
+def _linker(site: str, language: str) -> Callable[[str], str] | None:
+    """Where a page is: at an address, or in a site on this disk, given or built in this checkout; None: nowhere."""
+    if "://" not in site:
+        folder_of_site = Path(site) if site else Path(__file__).parent.parent / "build" / "site"
+        if not (folder_of_site / "index.html").is_file():
+            return None
+        site = folder_of_site.resolve().as_uri()
+    base = f"{site.rstrip('/')}/"
     folder = "" if language == "en" else f"{language}/"
 
     def link(explained: str) -> str:

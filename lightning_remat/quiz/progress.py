@@ -11,17 +11,19 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import platformdirs
+from filelock import FileLock
 
 from lightning_remat.quiz.bank import Answer, Bank, Question
 from lightning_remat.quiz.grading import Item, as_json, is_right
 
 _FORMAT = 1
+_PATIENCE = 10.0  # seconds to wait for another run that is saving, which takes it a few milliseconds
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,9 @@ class Progress:
         self._items = {question.id: Item.of(question) for question in bank.questions}
         self._entries: dict[str, Any] = {}  # as the file has them, those of other editions of the bank included
         self._answers: dict[str, Answers] = {}
-        self._read()
+        # To look at the quiz leaves nothing behind, so there is no lock for a file that is not there.
+        with self._alone() if os.path.exists(path) else contextlib.nullcontext():
+            self._read()
 
     def __contains__(self, question: Question) -> bool:
         return question.id in self._answers
@@ -80,23 +84,35 @@ class Progress:
 
     def answer(self, question: Question, answer: Answer) -> None:
         """Remember an answer, as the first one if there was none yet."""
-        self._read()
-        known = self._answers.get(question.id)
-        self._answers[question.id] = both = Answers(known.first if known else answer, answer)
-        self._entries[question.id] = {
-            "of": _digest(self._items[question.id]),
-            "first": as_json(both.first),
-            "last": as_json(both.last),
-        }
-        self._write()
+        with self._alone():
+            self._read()
+            known = self._answers.get(question.id)
+            self._answers[question.id] = both = Answers(known.first if known else answer, answer)
+            self._entries[question.id] = {
+                "of": _digest(self._items[question.id]),
+                "first": as_json(both.first),
+                "last": as_json(both.last),
+            }
+            self._write()
 
     def start_over(self, questions: Iterable[Question]) -> None:
         """Forget the answers to some questions."""
-        self._read()
-        for question in questions:
-            self._answers.pop(question.id, None)
-            self._entries.pop(question.id, None)
-        self._write()
+        with self._alone():
+            self._read()
+            for question in questions:
+                self._answers.pop(question.id, None)
+                self._entries.pop(question.id, None)
+            self._write()
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Between reading and writing no other run does either. Where there are no locks, it goes on without one."""
+        with contextlib.ExitStack() as stack:
+            if self.problem is None:
+                with contextlib.suppress(OSError, NotImplementedError):  # what is wrong will show in writing
+                    self.path.parent.mkdir(parents=True, exist_ok=True)
+                    stack.enter_context(FileLock(self.path.with_suffix(".lock"), timeout=_PATIENCE))
+            yield
 
     def _read(self) -> None:
         """Take over what the file has; if it cannot be read or written, what is known here stays."""

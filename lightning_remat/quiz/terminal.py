@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from rich.console import Console
 from rich.padding import Padding
@@ -22,12 +23,16 @@ from lightning_remat.quiz.words import Words
 
 LEAVE = "q"
 LETTERS = "abcdefgh"
+TRIES = 3  # what cannot be understood is asked for again, and not for ever
 _INLINE = re.compile(r"(?P<ticks>`+)(?P<code>.+?)(?P=ticks)|\*\*(?P<strong>[^*]+)\*\*|\*(?P<emphasis>[^*\s][^*]*)\*")
 _INDENT = 4
 
 
+T = TypeVar("T")
+
+
 class Left(Exception):
-    """Whoever was asked has left: Ctrl-C, the end of input, or a word for it."""
+    """Whoever was asked has left: Ctrl-C, the end of input, a word for it, or nothing that could be understood."""
 
 
 class Terminal:
@@ -37,8 +42,11 @@ class Terminal:
         console: where to.
         say: the words of the screen ``terminal``.
         language: of questions.
-        link: where a page of the site is, by what ``explained`` says.
+        link: where a page of the site is, by what ``explained`` says; None: that is not known.
         ask: reads a line; None: from standard input.
+
+    Attributes:
+        unlinked: whether there was something to explain and no page to name.
     """
 
     def __init__(
@@ -46,11 +54,12 @@ class Terminal:
         console: Console,
         say: Words,
         language: str,
-        link: Callable[[str], str],
+        link: Callable[[str], str] | None,
         ask: Callable[[str], str] | None = None,
     ) -> None:
         self.console, self.say, self.language, self._link = console, say, language, link
         self._ask = self._ask_console if ask is None else ask
+        self.unlinked = False
 
     # ---- saying
 
@@ -110,6 +119,26 @@ class Terminal:
         self.console.print(Text(prompt + " "), end="", highlight=False, soft_wrap=True)
         return input()
 
+    def until(self, prompt: str, understand: Callable[[str], T], again: str, leave: str = LEAVE) -> T:
+        """Ask until there is something that can be understood.
+
+        Args:
+            prompt: what is asked.
+            understand: what a line means; a ValueError: nothing.
+            again: what is said then.
+            leave: the word for leaving.
+
+        Raises:
+            Left: there was none, after a few times.
+        """
+        for _ in range(TRIES):
+            try:
+                return understand(self.ask(prompt, leave))
+            except ValueError:
+                self.line(again, "yellow")
+        self.line(self.say.say("too_often", count=TRIES))
+        raise Left
+
     def pick(self, bank: Bank, progress: Progress) -> Topic | Exam:
         """Show what there is and how far it was answered, and ask which."""
         entries: list[Topic | Exam] = [*bank.topics, *bank.exams]
@@ -122,19 +151,21 @@ class Terminal:
             self.marked(counts, _INDENT + 1, "dim")
         self.line()
         values = {"low": 1, "high": len(entries)}
-        while True:
-            number_text = self.ask(self.say.say("which", **values))
-            chosen = _integer(number_text)
-            if chosen is not None and 1 <= chosen <= len(entries):
-                return entries[chosen - 1]
-            self.line(self.say.say("which_again", **values))
+
+        def wanted(text: str) -> Topic | Exam:
+            chosen = _integer(text)
+            if chosen is None or not 1 <= chosen <= len(entries):
+                raise ValueError(text)
+            return entries[chosen - 1]
+
+        return self.until(self.say.say("which", **values), wanted, self.say.say("which_again", **values))
 
     def _counts(self, questions: Sequence[Question], progress: Progress) -> str:
         answered = len(progress.first(questions))
         return self.say.say("counts", answered=answered, of=len(questions), right=progress.right(questions))
 
     def answer(self, question: Question) -> Answer:
-        """Ask until there is an answer."""
+        """Ask for an answer."""
         if question.range is not None:
             low, high = question.range
             prompt = self.say.say("ask_number", low=low, high=high)
@@ -142,11 +173,14 @@ class Terminal:
         else:
             prompt = self.say[f"ask_{question.kind}"]
             again = self.say.say(f"again_{question.kind}", last=LETTERS[len(question.choices) - 1])
-        while True:
-            found = understood(question, self.ask(prompt))
-            if found is not None:
-                return found
-            self.line(again, "yellow")
+
+        def meant(text: str) -> Answer:
+            found = understood(question, text)
+            if found is None:
+                raise ValueError(text)
+            return found
+
+        return self.until(prompt, meant, again)
 
     # ---- the quiz
 
@@ -175,13 +209,15 @@ class Terminal:
 
     def _retry_wanted(self, count: int) -> bool:
         self.line(self.say["first_counts"], "dim")
-        while True:
+        for _ in range(TRIES):
             found = self.ask(self.say.say("retry", count=count)).lower()
             if found in ("n", "no", "नहीं"):
                 return False
             if found in ("", "y", "yes", "s", "si", "sí", "हाँ", "हां"):
                 return True
             self.line(self.say["retry_again"])
+        self.line(self.say["taken_as_no"])
+        return False
 
     def _one(self, question: Question, number: int, of: int, progress: Progress) -> None:
         self.line()
@@ -212,7 +248,9 @@ class Terminal:
             self._about_several(question, answer)
         else:
             self._about_single(question, answer, right)
-        self.line(f"{self.say['explained']} {self._link(question.explained)}", "dim")
+        if self._link is not None:
+            self.line(f"{self.say['explained']} {self._link(question.explained)}", "dim")
+        self.unlinked = self._link is None
 
     def _about_number(self, question: Question, answer: Answer, right: bool) -> None:
         if not right:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lightning_remat.quiz import progress as progress_module
 from lightning_remat.quiz.bank import Bank, load_bank
 from lightning_remat.quiz.progress import Progress, progress_file
 
@@ -45,7 +49,7 @@ def test_answers_are_kept(path: Path) -> None:
         assert again.damaged is again.problem is None
     progress.answer(SUM, 5)
     assert Progress(BANK, path).missed(BANK.questions) == [SUM]
-    assert [entry.name for entry in path.parent.iterdir()] == ["quiz.json"]
+    assert {entry.name for entry in path.parent.iterdir()} == {"quiz.json", "quiz.lock"}
 
 
 def test_start_over(path: Path) -> None:
@@ -65,6 +69,56 @@ def test_two_runs_at_once(path: Path) -> None:
     other.answer(SUM, 4)
     other.answer(VOWEL, "a")
     assert Progress(BANK, path).first(BANK.questions) == {"two-and-two": 4, "a-vowel": "b"}
+
+
+ANSWERING = """
+import sys
+from pathlib import Path
+from lightning_remat.quiz.bank import load_bank
+from lightning_remat.quiz.progress import Progress
+
+bank, path, part = load_bank(), Path(sys.argv[1]), int(sys.argv[2])
+progress = Progress(bank, path)
+print("ready", flush=True)
+input()
+for question in bank.questions[part:24:2]:
+    progress.answer(question, question.answer)
+    if part:
+        progress.start_over([question])
+        progress.answer(question, question.answer)
+"""
+
+
+def test_two_processes_at_the_same_moment(path: Path) -> None:
+    """Both save as fast as they can, and no answer is lost."""
+    bank = load_bank()
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", ANSWERING, str(path)]
+    both = [
+        subprocess.Popen([*command, part], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for part in ("0", "1")
+    ]
+    for process in both:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in both:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    for process in both:
+        process.communicate(timeout=60)
+        assert process.returncode == 0
+    progress = Progress(bank, path)
+    assert progress.first(bank.questions) == {question.id: question.answer for question in bank.questions[:24]}
+
+
+def test_without_a_lock_it_goes_on(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some network file systems have none, and one that is held for ever must not stop the quiz."""
+    path.parent.mkdir()
+    monkeypatch.setattr(progress_module, "_PATIENCE", 0.1)
+    with FileLock(path.with_suffix(".lock")):
+        Progress(BANK, path).answer(SUM, 4)
+    assert SUM in Progress(BANK, path)
 
 
 def edited(**changes: Any) -> Bank:
@@ -180,6 +234,6 @@ def test_a_disk_that_is_full(path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(os, "replace", full)
     progress.answer(VOWEL, "a")
     assert progress.problem == "No space left on device"
-    assert [entry.name for entry in path.parent.iterdir()] == ["quiz.json"]
+    assert {entry.name for entry in path.parent.iterdir()} == {"quiz.json", "quiz.lock"}
     assert Progress(BANK, path).first(BANK.questions) == {"two-and-two": 4}
     assert progress.first(BANK.questions) == {"two-and-two": 4, "a-vowel": "a"}

@@ -48,6 +48,13 @@ def test_streams_that_are_closed(tmp_path: Path, closed: str) -> None:
     assert started(tmp_path, closed, "en").stderr == b""
 
 
+def test_input_that_is_no_text(tmp_path: Path) -> None:
+    """It is no answer, and nothing to stop for."""
+    found = started(tmp_path, "", "en", b"\xff\xfe\n\xff\n")
+    assert found.stderr == b""
+    assert words("terminal", "en")["left"] in found.stdout.decode().replace("\n", " ")
+
+
 def test_a_terminal_without_the_letters(tmp_path: Path) -> None:
     found = started(tmp_path, "PYTHONUTF8=0 PYTHONIOENCODING=ascii", "hi", b"x\n")
     assert found.stderr == b""

@@ -75,6 +75,14 @@ def base(request: pytest.FixtureRequest, site: Path, served: str) -> str:
     return served if request.param == "http" else f"{site.as_uri()}/"
 
 
+# Material builds the index of its search anew on each page. A test that does not search gets a worker that never
+# answers, and is done sooner.
+NO_SEARCH = """
+  class Silent extends EventTarget { postMessage() {} terminate() {} }
+  Object.defineProperty(window, "Worker", { get: () => Silent, set() {} });
+"""
+
+
 class Visitor:
     """Opens pages in contexts of their own, each a new learner, and notes what none of them may do."""
 
@@ -83,9 +91,11 @@ class Visitor:
         self._contexts: list[BrowserContext] = []
         self.faults: list[str] = []
 
-    def context(self, **options: Any) -> BrowserContext:
+    def context(self, *, search: bool = False, **options: Any) -> BrowserContext:
         """A learner. `options` are Playwright's: viewport, color_scheme, java_script_enabled and so on."""
         context = self._browser.new_context(**options)
+        if not search:
+            context.add_init_script(NO_SEARCH)
         context.set_default_timeout(10_000)
         context.on("page", self._watch)
         self._contexts.append(context)

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_remat.quiz.bank import LANGUAGES
 from tests.docs.browser.conftest import Visitor
-from tests.docs.browser.learner import bank, check, of_kind, say, wrong
+from tests.docs.browser.learner import bank, check, of_kind, record, say, wrong
 
 pytestmark = pytest.mark.browser
 
@@ -24,6 +24,20 @@ KINDS = (
     "how/tape",
     "comparison",
 )
+MODERATE = (
+    "heading-order",
+    "landmark-banner-is-top-level",
+    "landmark-complementary-is-top-level",
+    "landmark-contentinfo-is-top-level",
+    "landmark-main-is-top-level",
+    "landmark-no-duplicate-banner",
+    "landmark-no-duplicate-contentinfo",
+    "landmark-no-duplicate-main",
+    "landmark-one-main",
+    "landmark-unique",
+    "page-has-heading-one",
+    "region",
+)
 REFERENCE = ("api/index", "api/remat", "api/command-line", "api/search", "api/dev/index", "api/dev/planning")
 
 
@@ -32,25 +46,41 @@ def serious(page: Any, where: str) -> list[str]:
     from axe_playwright_python.sync_playwright import Axe
 
     found = []
-    for fault in Axe().run(page).response["violations"]:
+    # What is no fault is not described in full, and rules that never find more than something moderate are left out.
+    options = {"resultTypes": ["violations"], "rules": {rule: {"enabled": False} for rule in MODERATE}}
+    for fault in Axe().run(page, options=options).response["violations"]:
         if fault["impact"] in ("serious", "critical"):
             nodes = "; ".join(node["html"] for node in fault["nodes"][:3])
             found.append(f"{where}: {fault['id']}: {fault['help']}: {nodes}")
     return found
 
 
+def test_axe_finds_what_is_wrong(visit: Visitor, served: str) -> None:
+    """Else the other tests would say nothing."""
+    page = visit(f"{served}quiz/{of_kind('number').topic}.html")
+    assert not serious(page, "as it is")
+    page.evaluate("""() => {
+        document.querySelector("main h1").style.color = "#eee";
+        document.querySelector("main p").append(document.createElement("button"), document.createElement("input"));
+        document.documentElement.lang = "klingon";
+    }""")
+    found = "\n".join(serious(page, "spoilt"))
+    for rule in ("label", "color-contrast", "button-name", "html-lang-valid"):
+        assert f": {rule}: " in found
+
+
 def learn(page: Any, root: str) -> str:
     """Answer everything rightly, make a certificate, and return the link to verify it."""
     page.goto(f"{root}quiz/certificate.html")
-    page.evaluate("rematQuiz.progress.all().forEach(q => rematQuiz.progress.record(q.id, q.answer))")
+    record(page, bank().questions)
     course = page.locator('[data-exam="course"]')
     course.locator("form input").fill("आशा शर्मा")
     course.locator("form button").click()
     return str(course.locator('[data-rq="link"]').input_value())
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("language", LANGUAGES)
+# Each language and each scheme; a fault that is only in one language in one scheme would be a strange one.
+@pytest.mark.parametrize(("language", "scheme"), [("en", "light"), ("es", "dark"), ("hi", "dark")])
 def test_axe_finds_nothing_serious_in_the_quiz(visit: Visitor, served: str, language: str, scheme: str) -> None:
     root = served if language == "en" else f"{served}{language}/"
     page = visit.context(color_scheme=scheme, reduced_motion="reduce").new_page()
@@ -62,12 +92,11 @@ def test_axe_finds_nothing_serious_in_the_quiz(visit: Visitor, served: str, lang
     for kind in ("single", "several", "number"):
         question = of_kind(kind)
         page.goto(f"{root}quiz/{question.topic}.html")
-        look(f"{question.topic}, new")
         check(page, question, wrong(question))
         page.locator(f'[data-question="{question.id}"] .rq-more').click()
-        for other in bank().topic(question.topic).questions:
-            if other is not question:
-                check(page, other)
+        others = [other for other in bank().topic(question.topic).questions if other is not question]
+        # One is left as it is found, but for the last kind: there the end of a topic is seen.
+        record(page, others if kind == "number" else others[1:])
         look(f"{question.topic}, answered")
     page.get_by_role("button", name=say(language)["start_over"]).click()
     look("dialog")
@@ -88,27 +117,29 @@ def test_axe_finds_nothing_serious_in_the_quiz(visit: Visitor, served: str, lang
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
-@pytest.mark.parametrize("width", [320, 390, 640], ids=["small phone", "phone", "1280 at 200 %"])
-def test_nothing_is_wider_than_the_screen(visit: Visitor, served: str, width: int, language: str) -> None:
+def test_nothing_is_wider_than_the_screen(visit: Visitor, served: str, language: str) -> None:
+    """A small phone, a phone, and 1280 pixels at 200 %."""
     root = served if language == "en" else f"{served}{language}/"
-    page = visit.context(viewport={"width": width, "height": 720}).new_page()
+    page = visit.context(viewport={"width": 320, "height": 720}).new_page()
     link = learn(page, root)
     wide = []
     pages = [f"{root}quiz/{topic.id}.html" for topic in bank().topics]
     for address in [f"{root}quiz/index.html", *pages, f"{root}quiz/certificate.html", link, f"{root}faq.html"]:
         page.goto(address)
-        for summary in page.locator("main details > summary").all():
-            if summary.is_visible():
-                summary.click()
-        if page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth"):
-            wide.append(address)
+        page.evaluate("document.querySelectorAll('main details').forEach((one) => (one.open = true))")
+        for width in (640, 390, 320):
+            page.set_viewport_size({"width": width, "height": 720})
+            if page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth"):
+                wide.append(f"{address} at {width}")
     assert not wide
 
 
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 360)], ids=["light", "dark, phone"])
-@pytest.mark.parametrize("part", ["en", "hi", "api"])
+@pytest.mark.parametrize(
+    ("part", "scheme", "width"),
+    [("en", "light", 1280), ("es", "light", 360), ("hi", "dark", 360), ("api", "light", 1280), ("api", "dark", 360)],
+)
 def test_axe_finds_nothing_serious_on_a_page_of_each_kind(
-    visit: Visitor, served: str, width: int, part: str, scheme: str
+    visit: Visitor, served: str, part: str, scheme: str, width: int
 ) -> None:
     viewport = {"width": width, "height": 740}
     page = visit.context(color_scheme=scheme, reduced_motion="reduce", viewport=viewport).new_page()
@@ -121,7 +152,7 @@ def test_axe_finds_nothing_serious_on_a_page_of_each_kind(
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing_serious_in_what_opens(visit: Visitor, served: str, scheme: str) -> None:
-    page = visit.context(color_scheme=scheme, reduced_motion="reduce").new_page()
+    page = visit.context(search=True, color_scheme=scheme, reduced_motion="reduce").new_page()
     page.goto(f"{served}hi/guide.html")
     page.locator(".md-select button").hover()
     found = serious(page, "languages")

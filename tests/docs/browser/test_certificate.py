@@ -15,7 +15,7 @@ from lightning_remat.quiz.certificate import issue, verify
 from lightning_remat.quiz.picture import draw
 from lightning_remat.quiz.signing import new_key, sign
 from tests.docs.browser.conftest import Visitor
-from tests.docs.browser.learner import bank, check, say, stored, wrong
+from tests.docs.browser.learner import bank, check, record, say, stored, wrong
 
 pytestmark = pytest.mark.browser
 HTML = "<img src=x onerror=\"document.title='pwned'\">&amp;{{id}}"
@@ -37,8 +37,7 @@ def part(page: Any, name: str) -> Any:
 def pass_exam(page: Any, root: str) -> None:
     """Without clicking through all questions, which another test does."""
     page.goto(f"{root}quiz/certificate.html")
-    given = {id: list(answer) if isinstance(answer, tuple) else answer for id, answer in answers().items()}
-    page.evaluate("given => Object.entries(given).forEach(([id, a]) => rematQuiz.progress.record(id, a))", given)
+    record(page, bank().exam(EXAM).questions)
 
 
 def make(page: Any, name: str) -> str:
@@ -128,6 +127,24 @@ def test_a_name_is_needed(visit: Visitor, served: str, name: str) -> None:
     assert part(page, "trouble").inner_text() == say()["error_name"]
     assert not part(page, "made").is_visible()
     assert section(page).locator("form input").evaluate("input => input === document.activeElement")
+
+
+def test_an_error_in_the_name_takes_the_certificate_away(visit: Visitor, served: str) -> None:
+    """Of the exam that it is about, and of no other."""
+    page = visit(f"{served}quiz/certificate.html")
+    record(page, bank().questions)
+    make(page, "Ada")
+    other = page.locator('[data-exam="course"]')
+    other.locator("form button").click()
+    assert part(page, "made").is_visible()
+    assert page.locator(".rq-sheet").count() == 1
+    make(page, " ")
+    assert part(page, "trouble").inner_text() == say()["error_name"]
+    assert not part(page, "made").is_visible()
+    assert not page.locator(".rq-sheet").count(), "nor is it printed"
+    make(page, "Grace")
+    assert part(page, "made").is_visible()
+    assert part(page, "trouble").inner_text() == ""
 
 
 def test_a_name_is_text_and_never_html(visit: Visitor, base: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ TERMS = {
         "offload": "tutorials/offload.html",
         "polic": "tutorials/policies.html",
         "recomputation": "guide.html",
+        "budgets": "tutorials/budget.html",
         "print_kept": "tutorials/kept.html",
         "lightningcli": "howto/yaml.html",
         "out of memory": "tutorials/out-of-memory.html",
@@ -34,7 +36,10 @@ TERMS = {
         "recalculo": "guide.html",
         "política": "tutorials/policies.html",
         "politica": "tutorials/policies.html",
+        "políticas": "tutorials/policies.html",
+        "politicas": "tutorials/policies.html",
         "presupuesto": "tutorials/budget.html",
+        "presupuestos": "tutorials/budget.html",
         "descarga": "tutorials/offload.html",
         "print_kept": "tutorials/kept.html",
     },
@@ -67,7 +72,7 @@ def search(page: Page, root: str, words: str) -> list[str]:
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_what_is_typed_is_found(visit: Visitor, base: str, language: str) -> None:
     root = start(base, language)
-    page = visit(f"{root}howto/slow.html")
+    page = visit(f"{root}howto/slow.html", search=True)
     quizzes = {f"quiz/{topic.id}.html" for topic in bank().topics}
     wrong = []
     for words, expected in TERMS[language].items():
@@ -79,11 +84,43 @@ def test_what_is_typed_is_found(visit: Visitor, base: str, language: str) -> Non
     assert not wrong, "\n".join(wrong)
 
 
+PLURALS = {
+    "en": {"policies": "policy", "budgets": "budget", "tapes": "tape", "steps": "step", "batches": "batch"},
+    "es": {"pasos": "paso", "políticas": "política", "veces": "vez", "opciones": "opción", "redes": "red"},
+}
+
+
+def index(site: Path, language: str) -> list[dict[str, str]]:
+    """What is searched."""
+    text = (Path(start(f"{site}/", language)) / "search/search_index.js").read_text(encoding="utf-8")
+    documents: list[dict[str, str]] = json.loads(text[text.index("{") :].rstrip(";\n"))["docs"]
+    return documents
+
+
+@pytest.mark.parametrize("language", PLURALS)
+def test_a_plural_finds_the_singular(visit: Visitor, base: str, site: Path, language: str) -> None:
+    """Every page that has one of the two, of which some have the singular alone."""
+    root = start(base, language)
+    page = visit(f"{root}howto/slow.html", search=True)
+    words: dict[str, set[str]] = {}
+    for document in index(site, language):
+        for word in re.findall(
+            r"[\w'\u2019]+", re.sub(r"<[^>]*>", " ", f"{document['title']} {document['text']}").lower()
+        ):
+            words.setdefault(word, set()).add(document["location"].split("#")[0])
+    for several, one in PLURALS[language].items():
+        assert words[one] - words.get(several, set()), f"{one} never stands alone: take another word"
+        search(page, root, several)
+        number = re.search(r"\d+", page.locator(".md-search-result__meta").inner_text())
+        assert number is not None
+        assert int(number[0]) >= len(words[one] | words.get(several, set())), several
+
+
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_a_result_is_opened_by_keyboard(visit: Visitor, base: str, language: str) -> None:
     root = start(base, language)
     words, expected = next(iter(TERMS[language].items()))
-    page = visit(f"{root}howto/slow.html")
+    page = visit(f"{root}index.html", search=True)
     assert search(page, root, words)[0] == expected
     page.keyboard.press("Enter")
     page.wait_for_url(f"{root}{expected}*")
@@ -91,9 +128,7 @@ def test_a_result_is_opened_by_keyboard(visit: Visitor, base: str, language: str
 
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_the_index_has_no_question_of_the_quiz(site: Path, language: str) -> None:
-    text = (Path(start(f"{site}/", language)) / "search/search_index.js").read_text(encoding="utf-8")
-    places = [document["location"] for document in json.loads(text[text.index("{") :].rstrip(";\n"))["docs"]]
-    pages = {place.split("#")[0] for place in places}
+    pages = {document["location"].split("#")[0] for document in index(site, language)}
     assert "guide.html" in pages
     assert not pages & {f"quiz/{topic.id}.html" for topic in bank().topics}
 

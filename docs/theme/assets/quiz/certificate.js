@@ -67,6 +67,7 @@
       picture = rematQuiz.draw(template, rematQuiz.data.lang, words, exam, id, name, rematQuiz.verify([exam], id));
     } catch (error) {
       if (!(error instanceof rematQuiz.QuizError)) throw error;
+      if (!part("made", here).hidden) unmake(here); // it is not for the name that stands there now
       part("trouble", here).textContent = say(`error_${error.code}`);
       field.setAttribute("aria-invalid", "true");
       field.focus();

@@ -67,9 +67,18 @@ def test_the_same_page_in_the_other_languages(site: Path, language: str) -> None
 @pytest.mark.parametrize(
     ("language", "words"),
     [
-        ("en", ("How-to", "Start", "API reference", "Switch to dark mode", 'aria-label="Search"')),
-        ("es", ("Guías prácticas", "Inicio", "Referencia de la API (en inglés)", "Cambiar al modo oscuro")),
-        ("hi", ("कैसे करें", "शुरुआत", "API संदर्भ (अंग्रेज़ी में)", "डार्क मोड पर जाएँ", 'aria-label="खोज"')),
+        ("en", ("How-to", "Start", "API reference", "Switch to dark mode", 'aria-label="Search"', "Permanent link")),
+        (
+            "es",
+            (
+                "Guías prácticas",
+                "Inicio",
+                "Referencia de la API (en inglés)",
+                "Cambiar al modo oscuro",
+                "Enlace permanente",
+            ),
+        ),
+        ("hi", ("कैसे करें", "शुरुआत", "API संदर्भ (अंग्रेज़ी में)", "डार्क मोड पर जाएँ", 'aria-label="खोज"', "स्थायी लिंक")),
     ],
 )
 def test_words_of_the_frame(site: Path, language: str, words: tuple[str, ...]) -> None:

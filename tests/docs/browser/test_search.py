@@ -30,6 +30,8 @@ TERMS = {
         "print_kept": "tutorials/kept.html",
         "lightningcli": "howto/yaml.html",
         "out of memory": "tutorials/out-of-memory.html",
+        "OOM": "tutorials/out-of-memory.html",
+        "CUDA out of memory": "tutorials/out-of-memory.html",
     },
     "es": {
         "recálculo": "guide.html",
@@ -42,6 +44,8 @@ TERMS = {
         "presupuestos": "tutorials/budget.html",
         "descarga": "tutorials/offload.html",
         "print_kept": "tutorials/kept.html",
+        "OOM": "tutorials/out-of-memory.html",
+        "CUDA out of memory": "tutorials/out-of-memory.html",
     },
     "hi": {
         "पुनर्गणना": "guide.html",
@@ -50,6 +54,8 @@ TERMS = {
         "पॉलिसी": "tutorials/policies.html",
         "ऑफलोड": "tutorials/offload.html",
         "print_kept": "tutorials/kept.html",
+        "OOM": "tutorials/out-of-memory.html",
+        "CUDA out of memory": "tutorials/out-of-memory.html",
     },
 }
 RESULTS = ".md-search-result__item > .md-search-result__link"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_remat.errors import ConfigurationError
 from lightning_remat.integrations.bases import NAMESPACES, Recomputing, check_options, resolve_base, strategies_of
 from lightning_remat.integrations.checkpoints import is_fitting, load_state, with_state
+from lightning_remat.integrations.fabric import refuse, register_refusals
 from lightning_remat.integrations.guard import Guard, explain
 from lightning_remat.integrations.monitor import Monitor
 from lightning_remat.offload_option import Offload
@@ -164,6 +165,11 @@ class RematStrategy(Recomputing, _Base):
         self.remat.close()
         super().teardown()
 
+    @property
+    def _precision(self) -> Any:
+        """What Fabric asks a strategy object for, and no trainer."""
+        refuse("RematStrategy(...)")
+
     def __reduce__(self) -> Any:
         base = next(c for c in type(self).__mro__ if not issubclass(c, Recomputing) and c is not Recomputing)
         return _rebuild, (base,), self.__dict__
@@ -259,12 +265,14 @@ def _is_interactive(namespace: str) -> bool:
 
 def register() -> None:
     """Make ``"remat"`` and ``"remat_ddp"`` known to every Lightning package that is installed; safe to repeat."""
+    names = {"remat": "auto", "remat_ddp": "ddp"}
+    register_refusals({name: f"recomputation around {base!r}" for name, base in names.items()}, RematStrategy)
     for namespace in NAMESPACES:
         try:
             registry = strategies_of(namespace).StrategyRegistry
         except ImportError:
             continue
-        for name, base in (("remat", "auto"), ("remat_ddp", "ddp")):
+        for name, base in names.items():
             registry.register(
                 name,
                 RematStrategy,

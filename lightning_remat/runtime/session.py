@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
-from torch.optim.optimizer import Optimizer
 
 from lightning_remat.engine.ledger import Ledger
 from lightning_remat.engine.verify import Verifier
 from lightning_remat.errors import ConfigurationError
 from lightning_remat.offload_option import Offload
 from lightning_remat.planning.planfile import PlanFile, plan_path
+from lightning_remat.runtime.recovery.changes import Change, snapshot_of
 from lightning_remat.runtime.recovery.retry import Undo
-from lightning_remat.runtime.recovery.snapshot import Snapshot
 from lightning_remat.runtime.recovery.tightening import Tightening
 from lightning_remat.runtime.stepping import Stepping
 from lightning_remat.runtime.tuning import remembering
@@ -374,20 +373,23 @@ class Remat(Stepping):
 
     # ------------------------------------------------------------------ out of memory
 
-    def attempt(self, step: Callable[[], T], *changes: nn.Module | Optimizer) -> T:
+    def attempt(self, step: Callable[[], T], *changes: Change) -> T:
         """Run a training step of a plain loop so that running out of memory, or a failure of offload, loses no batch.
 
         Args:
             step: forward (under this context) and backward; called again if memory runs out, or if something cannot
                 be had back that had left the device, after everything that it changed has been put back. It may step
                 optimizers.
-            changes: the models and optimizers that the step changes. Gradients, buffers, random streams (PyTorch's,
-                Python's, NumPy's), metrics and plain attributes of modules are put back, and what optimizers have done.
+            changes: the models and optimizers that the step changes; also its gradient scaler, if the step updates
+                that, and schedulers that it steps. Gradients, buffers, random streams (PyTorch's, Python's, NumPy's),
+                metrics and plain attributes of modules are put back, and what optimizers have done.
 
         Returns:
             What ``step`` returned.
 
         Raises:
+            ConfigurationError: a model is one of several replicas (``DistributedDataParallel``), and none of them can
+                run its part again by itself.
             NoMemoryLeft: it does not fit, whatever is done; the models are as before the step.
             OffloadError: something cannot be had back, and the step cannot be undone; it says why.
 
@@ -403,10 +405,9 @@ class Remat(Stepping):
             ...     return loss.item()
             >>> loss = remat.attempt(step, model)
         """
+        undo = [snapshot_of(changes)]
         self.guarded = True
-        modules = [c for c in changes if isinstance(c, nn.Module)]
-        optimizers = [c for c in changes if not isinstance(c, nn.Module)]
-        return self.run(step, [Snapshot(modules, optimizers, manual=bool(optimizers))])
+        return self.run(step, undo)
 
     def run(
         self,

@@ -19,6 +19,7 @@ from lightning_remat.runtime.memory import measure_peak
 from tests.helpers.bits import difference_in_bits
 from tests.helpers.exact import EVERYTHING, assert_exact, recompute_all
 from tests.helpers.loops import Loop, assert_same_training
+from tests.helpers.names import named
 
 # Asked for on purpose: the plan that needs least.
 pytestmark = pytest.mark.filterwarnings("ignore:policy='auto'. budget=1 B is not feasible")
@@ -200,7 +201,7 @@ def step_around(remat: Remat | None) -> Any:
     return nullcontext() if remat is None else remat
 
 
-@pytest.mark.parametrize("policy", ["full", "selective", recompute_all, "auto"], ids=str)
+@pytest.mark.parametrize("policy", ["full", "selective", recompute_all, "auto"], ids=named)
 def test_one_region_around_several_steps(policy: Any) -> None:
     """Casts live as long as the region: the second step reads those of the first, whose tape is gone."""
 
@@ -221,7 +222,7 @@ def test_one_region_around_several_steps(policy: Any) -> None:
         assert difference_in_bits(run(None), run(Remat(policy=policy, budget=1))) == []
 
 
-@pytest.mark.parametrize("policy", ["full", recompute_all], ids=str)
+@pytest.mark.parametrize("policy", ["full", recompute_all], ids=named)
 def test_weights_that_are_changed_while_their_casts_wait(policy: Any) -> None:
     """Plainly, backward reads the cast. It is not there any more, and cannot be made again: refused, never wrong."""
 
@@ -239,7 +240,7 @@ def test_weights_that_are_changed_while_their_casts_wait(policy: Any) -> None:
         step(Remat(policy=policy))
 
 
-@pytest.mark.parametrize("policy", ["full", recompute_all, "selective"], ids=str)
+@pytest.mark.parametrize("policy", ["full", recompute_all, "selective"], ids=named)
 def test_weights_that_are_changed_inside_the_step(policy: Any) -> None:
     """Two optimizer steps in one: there the change is seen, and what was there before is kept."""
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_remat import ConfigurationError, Remat, RematStrategy
 from tests.helpers.bits import difference_in_bits, random_streams
 from tests.helpers.exact import EVERYTHING, recompute_all
+from tests.helpers.names import named
 from tests.helpers.seed import seed_everything
 from tests.helpers.training import Net
 from tests.integrations import fabric_worker
@@ -83,7 +84,7 @@ class Judge(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("policy", ["auto", "full", recompute_all], ids=str)
+@pytest.mark.parametrize("policy", ["auto", "full", recompute_all], ids=named)
 def test_two_models_in_turn(policy: Any) -> None:
     """Two wrapped modules and two optimizers, each with a step of its own."""
 

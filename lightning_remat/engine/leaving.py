@@ -16,6 +16,7 @@ from lightning_remat.engine.offload.moved import fetch_op, moved_of
 from lightning_remat.engine.offload.mover import Mover
 from lightning_remat.engine.rules import COLLECTIVES, rule_for
 from lightning_remat.engine.sources import Sources
+from lightning_remat.engine.spread import local_of
 from lightning_remat.engine.store import alias, forgetter
 from lightning_remat.engine.values import SPLIT, Value, least_output, storage_copy
 
@@ -119,6 +120,7 @@ class Leaving(Sources):
         if not self.borders or self.mover is None:
             self.keep(tensor)
             return
+        whole, tensor = tensor, local_of(tensor)
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
@@ -127,12 +129,12 @@ class Leaving(Sources):
         if moved_of(value) is not None:
             return  # the border of the block before
         if value is None or value.op is None or not _is_plain(tensor):
-            self.keep(tensor)
+            self.keep(whole)
             return
         with _NoModes():
             moved = self.mover.leave(alias(tensor))
         if moved is None:
-            self.keep(tensor)
+            self.keep(whole)
             return
         value.tensor = value.version = None
         value.geometry = moved.geometry

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_remat.engine.offload.moved import moved_of
 from lightning_remat.engine.replay import Clock
 from lightning_remat.engine.rules import rule_for
+from lightning_remat.engine.spread import whose
 from lightning_remat.engine.store import forgetter
 from lightning_remat.engine.tape import Tape
 from lightning_remat.engine.values import PACKED, Op, Value
@@ -219,7 +220,7 @@ class LedgerTape(Tape):  # type: ignore[no-untyped-call]  # torch's __init_subcl
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run and record the op as the plain tape does, and book it."""
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        if not self.paused:
+        if not self.paused and not (types and whose(types)):
             self.ledger.made(func, out)
         return out
 

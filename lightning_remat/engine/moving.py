@@ -7,6 +7,7 @@ from typing import Any
 from lightning_remat.engine.ledger import Ledger, LedgerTape
 from lightning_remat.engine.offload.mover import Mover
 from lightning_remat.engine.replay import Clock
+from lightning_remat.engine.spread import whose
 from lightning_remat.engine.tape import Tape
 
 
@@ -26,7 +27,7 @@ class MovingTape(Tape):  # type: ignore[no-untyped-call]  # torch's __init_subcl
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one op as the plain tape does; note what it has made."""
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        if not self.paused:
+        if not self.paused and not (types and whose(types)):
             self.may_leave(func, out)
         return out
 

@@ -28,6 +28,7 @@ from lightning_remat.engine.actions import (
 from lightning_remat.engine.policies import FULL, KEEP_ALL
 from lightning_remat.engine.replay import Clock
 from lightning_remat.engine.rules import Rule, rule_for
+from lightning_remat.engine.spread import whose
 from lightning_remat.engine.tape import Tape
 
 _grad_enabled = torch.is_grad_enabled
@@ -108,6 +109,8 @@ class PlannedTape(Tape):  # type: ignore[no-untyped-call]  # torch's __init_subc
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one op, and record it if the script says so."""
+        if types and (owner := whose(types)):
+            return self.step_aside(owner, func, args, kwargs)
         action = self.table.get(id(func))
         if action is None:
             action = self.table[id(func)] = counted(rule_for(func))

@@ -62,7 +62,7 @@ _FACTORIES = _aten(
 # In-place ops after which the old content of the written tensor no longer matters.
 FILLS = _aten("bernoulli_ uniform_ normal_ random_ exponential_ geometric_ log_normal_ cauchy_ fill_ zero_ copy_")
 
-COLLECTIVES = ("c10d.", "_c10d_functional.", "_c10d_functional_autograd.")
+COLLECTIVES = ("c10d.", "_c10d_functional.", "_c10d_functional_autograd.", "_dtensor.")
 """How names of ops begin whose results may be still on their way when they have returned."""
 
 # Dear to run again: matrix products, convolutions, attention, recurrent kernels, factorisations, transforms, sorting.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter
 
+from lightning_remat.engine.spread import Shells, counter_of, is_spread, local_of
 from lightning_remat.engine.values import HELD, Op, Ref, Value, geometry_of, storage_copy
 
 _PLAIN = frozenset({Tensor, Parameter, torch.nn.Buffer})
@@ -78,6 +79,7 @@ class Store:
         dropped: values that are not kept, while their storage is still alive.
         leaves: weak references to values that are there and that a recorded op reads.
         parameters: the same for parameters, by id of their storage, which the entry itself keeps alive: cheaper.
+        shells: the DTensors that the present op was called on.
         bits: lazy conjugation or negation was seen, so references have to carry it.
         observers: told of everything that is recorded, saved or kept (a ledger, verification); none in steady state.
     """
@@ -85,6 +87,7 @@ class Store:
     def __init__(self) -> None:
         super().__init__()
         self.bits = False
+        self.shells = Shells()
         self.dropped: dict[Any, Value] = {}
         self.leaving: dict[Any, None] = {}
         self.leaves: dict[Any, Any] = {}
@@ -98,6 +101,7 @@ class Store:
         self.dropped.clear()
         self.leaves.clear()
         self.parameters.clear()
+        self.shells = Shells()
 
     def _arguments(self, args: Any, needs: list[Value]) -> list[Any]:
         """``args`` with tensors replaced by references; the dropped values among them are added to ``needs``."""
@@ -185,9 +189,14 @@ class Store:
         value.geometry = None
         value.version = None if tensor.is_inference() else tensor._version
         value.flags = 0 if has_history else HELD
-        value.anchor = id(storage)
+        value.anchor = self._anchor(storage)
         self.leaves[weakref(storage, self._forget_leaf)] = weakref(value)
         return (value, None)
+
+    def _anchor(self, storage: Any) -> Any:
+        """What shows that a leaf is another: its storage, or a counter that its own tensor does not have."""
+        shell = self.shells.of(storage)
+        return id(storage) if shell is None else counter_of(shell)
 
     def reference_to(self, tensor: Tensor) -> Value:
         """The value that stands for what a tensor holds that the tape did not compute."""
@@ -228,6 +237,7 @@ class Store:
 
     def keep(self, tensor: Tensor) -> None:
         """Keep a tensor's content after all, while it is still there: it becomes a leaf (a boundary)."""
+        shell, tensor = tensor, local_of(tensor)
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
@@ -237,7 +247,7 @@ class Store:
             value.tensor = there = alias(tensor)
             value.geometry = geometry_of(there)
             value.version = there._version
-            value.anchor = id(storage)
+            value.anchor = counter_of(shell) if is_spread(shell.__class__) else id(storage)
             value.op = None
             self.leaves[weakref(storage, self._forget_leaf)] = weakref(value)
             for observer in self.observers:

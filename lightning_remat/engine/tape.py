@@ -42,6 +42,7 @@ from lightning_remat.engine.plain import call_as_plain
 from lightning_remat.engine.replay import Clock, restore
 from lightning_remat.engine.rules import Rule, rule_for
 from lightning_remat.engine.sources import NEVER, Saved, crosses_bus, is_recipe
+from lightning_remat.engine.spread import THEIRS, Spread, is_spread, local_of, whose
 from lightning_remat.engine.store import Unrecordable, alias
 from lightning_remat.engine.values import (
     PACKED,
@@ -100,6 +101,8 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one op, and record it if the action table says so."""
+        if types and (owner := whose(types)):
+            return self.step_aside(owner, func, args, kwargs)
         # func._op is what OpOverload.__call__ calls; going there directly saves a Python frame on every op.
         action = self.actions.get(id(func))
         if action is None:
@@ -133,6 +136,13 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         if WRITE <= action <= WRITE_KEEP:
             return self._write(action, func, args, kwargs or {})
         return self._dispatch_rest(action, func, args, kwargs or {})
+
+    def step_aside(self, owner: int, func: Any, args: Any, kwargs: Any) -> Any:
+        """What becomes of an op on DTensors: its local ops come to us one by one."""
+        if owner == THEIRS:
+            self.shells.see(args, kwargs)
+            return NotImplemented
+        return func(*args, **(kwargs or {}))
 
     def act(self, action: int, func: Any, args: Any, kwargs: Any) -> Any:
         """What :meth:`__torch_dispatch__` does for a given action; written out there, since a call costs a frame."""
@@ -336,6 +346,10 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
     def pack(self, tensor: Tensor) -> Any:
         """Take a tensor that autograd wants saved; give what it is to hold instead."""
+        if tensor.__class__ is not Tensor and is_spread(tensor.__class__):
+            local = local_of(tensor)
+            if local.__class__ is Tensor:
+                return Spread(tensor, self.pack(local))
         try:
             key = weakref(tensor.untyped_storage())
         except (NotImplementedError, RuntimeError):
@@ -374,6 +388,9 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             ReplayError: see :func:`~lightning_remat.engine.replay.restore`.
             OffloadError: it had left the device and cannot be had back.
         """
+        if packed.__class__ is Spread:
+            packed.check()
+            return packed.around(self.unpack(packed.packed))
         tensor = self._unpacked(packed)
         if self.mover is not None and self.mover.moved:
             paused, self.paused = self.paused, True

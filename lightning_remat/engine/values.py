@@ -44,8 +44,28 @@ class Value:
     geometry: Geometry | None  # of ``tensor``, or of what the op returned; None: not looked up yet
     version: int | None  # of a leaf: its version counter when it was first referenced; None: do not check
     flags: int  # PACKED, STALE, OWNED, HELD
-    anchor: int  # of a leaf: identity of the storage it had when it was referenced
+    anchor: Any  # of a leaf: identity of the storage it had when it was referenced, or a Counter
     source: Any  # where its content comes from (sources.Source), while an eviction looks after the tape; else unset
+
+
+class Counter:
+    """A version counter other than that of a leaf's own tensor that moves when the leaf is written to.
+
+    Attributes:
+        tensor: has it, and nothing else.
+        version: what it was when the leaf was referenced.
+    """
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor, version: int) -> None:
+        self.tensor = tensor
+        self.version = version
+
+    @property
+    def moved(self) -> bool:
+        """Whether there was a write since."""
+        return bool(self.tensor._version != self.version)
 
 
 PACKED = 1  # autograd has saved it
@@ -136,14 +156,15 @@ def check_leaf(value: Value) -> None:
     tensor = value.tensor
     if tensor is None or value.version is None:
         return
-    if tensor._version != value.version:
+    counter = value.anchor.__class__ is Counter
+    if tensor._version != value.version or (counter and value.anchor.moved):
         raise ReplayError(
             f"a tensor of shape {tuple(tensor.shape)} from which dropped values are recomputed was changed in place "
             "between forward and backward, outside the recorded step (for instance by an optimizer step between the "
             "two). Run that change inside the step (under the same Remat context), or keep these values: "
             "policy='none', or a policy that keeps the ops that read it."
         )
-    if value.flags & HELD and id(tensor.untyped_storage()) != value.anchor:
+    if value.flags & HELD and not counter and id(tensor.untyped_storage()) != value.anchor:
         raise ReplayError(
             f"the storage of a tensor of shape {tuple(tensor.shape)} was replaced (tensor.data = ...) between "
             "forward and backward, and values that depend on it are to be recomputed. Replace it after backward, or "

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.optim import optimizer as optimizer_module
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from lightning_remat.engine.spread import local_of
+
 LASTING = ("parameters", "buffers", "optimizer state")
 """Parts of the memory between steps that are the same between any two."""
 
@@ -145,8 +147,8 @@ def has_gradients(roots: Iterable[nn.Module]) -> bool:
 
 
 def gradients_of(roots: Iterable[nn.Module]) -> list[Tensor]:
-    """All gradients that are there."""
-    return [p.grad for root in roots for p in root.parameters() if p.grad is not None]
+    """All gradients that are there; of those that are spread over processes, what is here."""
+    return [local_of(p.grad) for root in roots for p in root.parameters() if p.grad is not None]
 
 
 def device_of(roots: Iterable[nn.Module]) -> torch.device:
@@ -162,7 +164,7 @@ def device_of(roots: Iterable[nn.Module]) -> torch.device:
 def _bytes(tensors: Sequence[Tensor], device: torch.device) -> int:
     """Each storage once."""
     seen: dict[int, int] = {}
-    for t in tensors:
+    for t in map(local_of, tensors):
         if t.device == device and t.layout is torch.strided:
             try:
                 storage = t.untyped_storage()

@@ -30,6 +30,7 @@ from lightning_remat.engine.ledger import Ledger, LedgerTape
 from lightning_remat.engine.planned import action_for, first_tensor
 from lightning_remat.engine.replay import Clock
 from lightning_remat.engine.rules import Rule, rule_for
+from lightning_remat.engine.spread import local_of, whose
 from lightning_remat.engine.store import alias
 from lightning_remat.engine.values import Blank, Op, Value, least_output
 from lightning_remat.planning.trace import EXIT, FREE, NEED, OTHER, RELEASE, RUN, SAVE, Event, Trace, TraceOp
@@ -142,6 +143,8 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one op, drop its result if that can be done, and write it down."""
+        if types and (owner := whose(types)):
+            return self.step_aside(owner, func, args, kwargs)
         if self.paused:
             return super().__torch_dispatch__(func, types, args, kwargs)
         kwargs = kwargs or {}
@@ -167,9 +170,10 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         entry = TraceOp(rule.name, self.ledger.modules.current, rule.kind, tuple(dict.fromkeys(inputs)), ())
         self.trace.ops.append(entry)
         for t in flat:
-            parameter = t if isinstance(t, Parameter) else t._base
-            if isinstance(parameter, Parameter) and parameter.requires_grad and parameter.layout is torch.strided:
-                self._readers[id(parameter)] = o, parameter.numel() * parameter.element_size()
+            parameter = self._parameter(t)
+            if parameter is not None and parameter.requires_grad and parameter.layout is torch.strided:
+                there = local_of(parameter)
+                self._readers[id(parameter)] = o, there.numel() * there.element_size()
         signature = (func, tuple([(tuple(t.shape), t.dtype) for t in flat]))
         self._signatures.append(signature)
         self._event(RUN, o)
@@ -198,6 +202,13 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         else:
             entry.outputs = self._stays(o, flat, out)
         return out
+
+    def _parameter(self, tensor: Tensor) -> Tensor | None:
+        """The parameter that a tensor is, or is a view or the local part of."""
+        owner = tensor if isinstance(tensor, Parameter) else tensor._base
+        if not isinstance(owner, Parameter) and self.shells.any and tensor.layout is torch.strided:
+            owner = self.shells.of(tensor.untyped_storage())
+        return owner if isinstance(owner, Parameter) else None
 
     def _stays(self, o: int, inputs: list[Tensor], out: Any) -> tuple[int, ...]:
         """The outputs of an op that no plan drops: recorded ops that read them hold them longer than others do."""

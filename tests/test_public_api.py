@@ -42,7 +42,8 @@ def test_options() -> None:
     strategy = inspect.signature(RematStrategy.__init__).parameters
     assert {name: strategy[name].default for name in options} == options
     assert strategy["base"].default == "auto"
-    assert RematCallback(**options).remat.policy == "auto"
+    assert strategy["share_plan"].default is False
+    assert RematCallback(**options, share_plan=False).remat.policy == "auto"
 
 
 def test_options_of_offload() -> None:

@@ -21,6 +21,7 @@ from weakref import ref as weakref
 
 import torch
 
+from lightning_remat.engine.aliases import alias
 from lightning_remat.engine.generators import RecordedState
 from lightning_remat.engine.lineage import Gone, evictable_bytes, holder_of, missing_for
 from lightning_remat.engine.offload.moved import Moved, fetch, fetch_op, moved_of
@@ -29,7 +30,6 @@ from lightning_remat.engine.out_of_memory import bytes_asked, is_out_of_memory
 from lightning_remat.engine.replay import missing_ops, run
 from lightning_remat.engine.rules import rule_for
 from lightning_remat.engine.sources import Recipe, Source, Sources
-from lightning_remat.engine.store import alias
 from lightning_remat.engine.values import HELD, OWNED, Geometry, Op, Value, geometry_of
 from lightning_remat.errors import OffloadError
 

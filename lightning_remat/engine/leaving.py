@@ -12,12 +12,13 @@ from weakref import ref as weakref
 import torch
 from torch import Tensor
 
+from lightning_remat.engine.aliases import alias
 from lightning_remat.engine.offload.moved import fetch_op, moved_of
 from lightning_remat.engine.offload.mover import Mover
 from lightning_remat.engine.rules import COLLECTIVES, rule_for
 from lightning_remat.engine.sources import Sources
 from lightning_remat.engine.spread import local_of
-from lightning_remat.engine.store import alias, forgetter
+from lightning_remat.engine.store import forgetter
 from lightning_remat.engine.values import SPLIT, Value, least_output, storage_copy
 
 _STRIDED = torch.strided

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter
 
+from lightning_remat.engine.aliases import alias
 from lightning_remat.engine.generators import RecordedState
 from lightning_remat.engine.rules import Rule, rule_for
-from lightning_remat.engine.store import CONSTANTS, Store, Unrecordable, alias, forgetter
+from lightning_remat.engine.store import CONSTANTS, Store, Unrecordable, forgetter
 from lightning_remat.engine.values import HELD, Geometry, Op, Value, geometry_of
 from lightning_remat.errors import MODIFIED
 

@@ -20,6 +20,7 @@ from weakref import ref as weakref
 import torch
 from torch import Tensor
 
+from lightning_remat.engine.aliases import alias
 from lightning_remat.engine.values import Counter
 from lightning_remat.errors import MODIFIED
 
@@ -27,7 +28,6 @@ OURS = 0  # the tape's, as ever
 THEIRS = 1  # the subclass takes the op apart first
 SHAPES = 2  # it works on fake tensors, to find out about shapes
 
-_detach = torch._C.TensorBase.detach
 _classes: dict[type, int] = {}
 _found: dict[Any, int] = {}
 _DTENSOR = ("torch.distributed.tensor", "DTensor")
@@ -71,7 +71,7 @@ def local_of(tensor: Tensor) -> Tensor:
 def counter_of(tensor: Tensor) -> Counter:
     """Its version counter, without its memory: an alias of the shell, which holds no local part and no history."""
     with torch._C._DisableTorchDispatch():
-        shell = _detach(tensor)
+        shell = alias(tensor)
     return Counter(shell, shell._version)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter
 
+from lightning_remat.engine.aliases import alias
 from lightning_remat.engine.spread import Shells, counter_of, is_spread, local_of
 from lightning_remat.engine.values import HELD, Op, Ref, Value, geometry_of, storage_copy
 
@@ -35,11 +36,7 @@ CONSTANTS = frozenset(
         torch.Generator,
     }
 )
-_detach = torch._C.TensorBase.detach
-_set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
-_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _ONLY_HERE = 2  # references to a value that only a local variable and getrefcount's argument refer to
-VERSIONED = torch._C.DispatchKey.ADInplaceOrView
 
 
 class Observer(Protocol):
@@ -252,17 +249,3 @@ class Store:
             self.leaves[weakref(storage, self._forget_leaf)] = weakref(value)
             for observer in self.observers:
                 observer.kept(tensor, value)
-
-
-def alias(tensor: Tensor) -> Tensor:
-    """The same storage without history, sharing the version counter.
-
-    Inside ``__torch_dispatch__`` the key that makes aliases share it is excluded, and a plain ``detach`` would start a
-    counter of its own: a write after the step would go unseen.
-    """
-    before = _is_excluded(VERSIONED)
-    _set_excluded(VERSIONED, False)
-    try:
-        return _detach(tensor)
-    finally:
-        _set_excluded(VERSIONED, before)

@@ -35,6 +35,7 @@ from lightning_remat.engine.actions import (
     WRITE_KEEP,
     ActionTable,
 )
+from lightning_remat.engine.aliases import alias
 from lightning_remat.engine.generators import NoGenerator, RecordedState
 from lightning_remat.engine.onednn import failed_in_onednn, kernels_made
 from lightning_remat.engine.out_of_memory import bytes_asked, is_out_of_memory
@@ -43,7 +44,7 @@ from lightning_remat.engine.replay import Clock, restore
 from lightning_remat.engine.rules import Rule, rule_for
 from lightning_remat.engine.sources import NEVER, Saved, crosses_bus, is_recipe
 from lightning_remat.engine.spread import THEIRS, Spread, is_spread, local_of, whose
-from lightning_remat.engine.store import Unrecordable, alias
+from lightning_remat.engine.store import Unrecordable
 from lightning_remat.engine.values import (
     PACKED,
     SIDE,

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from lightning_remat.engine.actions import WRITE_ASK, WRITE_KEEP, Ask
+from lightning_remat.engine.aliases import VERSIONED, alias
 from lightning_remat.engine.generators import NoGenerator, RecordedState, state_before
 from lightning_remat.engine.leaving import Leaving, part_from
 from lightning_remat.engine.plain import call_as_plain
 from lightning_remat.engine.rules import Rule, rule_for
 from lightning_remat.engine.sources import is_drawn
-from lightning_remat.engine.store import VERSIONED, Unrecordable, alias
+from lightning_remat.engine.store import Unrecordable
 from lightning_remat.engine.values import PACKED, SPLIT, STALE, Blank, Op, Value, geometry_of
 
 _STRIDED = torch.strided

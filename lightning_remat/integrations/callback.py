@@ -12,6 +12,7 @@ from lightning_remat.integrations.bases import is_known_not_to_work
 from lightning_remat.integrations.checkpoints import is_fitting, load_state, with_state
 from lightning_remat.integrations.guard import Guard, explain
 from lightning_remat.integrations.monitor import Monitor
+from lightning_remat.integrations.sharing import Agreement
 from lightning_remat.integrations.strategy import RematStrategy
 from lightning_remat.offload_option import Offload
 from lightning_remat.runtime.session import Remat
@@ -33,6 +34,7 @@ class RematCallback(Callback):
         margin: what is left free of the device where no budget is given.
         retries: how often a batch is run again when memory runs out.
         verify_every_n_steps: how often to verify.
+        share_plan: the processes follow one plan, see :class:`~lightning_remat.RematStrategy`.
 
     Raises:
         ConfigurationError: an option that cannot work, a strategy that recomputes already, or one of Lightning's that
@@ -57,6 +59,7 @@ class RematCallback(Callback):
         margin: int | str = "5%",
         retries: int = 3,
         verify_every_n_steps: int | None = None,
+        share_plan: bool = False,
     ) -> None:
         self.remat = Remat(
             policy,
@@ -69,6 +72,7 @@ class RematCallback(Callback):
             verify_every_n_steps=verify_every_n_steps,
         )
         self._guard = Guard(self.remat)
+        self._agreement = Agreement(self.remat) if share_plan else None
         self._strategy: Any = None
         self._monitor: Monitor | None = None
 
@@ -106,6 +110,8 @@ class RematCallback(Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """A batch begins, and the one before is over."""
+        if self._agreement is not None:
+            self._agreement.batch_starts()
         if self._monitor is not None:
             self._monitor.batch_starts(trainer)
 

@@ -19,7 +19,17 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_remat.engine.out_of_memory import is_out_of_memory
 from lightning_remat.errors import ConfigurationError, NoMemoryLeft, OffloadError
 from lightning_remat.integrations.loop_state import LoopState
-from lightning_remat.integrations.ranks import Replica, is_distributed, on_this_rank, tell_others, word_from_others
+from lightning_remat.integrations.ranks import (
+    NOBODY_TO_ASK,
+    WITHOUT_A_WORD,
+    Replica,
+    is_lost_connection,
+    on_this_rank,
+    part,
+    tell_others,
+    word_from_others,
+)
+from lightning_remat.runtime.recovery.company import Company, is_distributed
 from lightning_remat.runtime.recovery.exhausted import note_outside, with_note
 from lightning_remat.runtime.recovery.retry import Undo, comes_through
 from lightning_remat.runtime.recovery.snapshot import Snapshot
@@ -145,6 +155,8 @@ class Guard:
             ]
             if self._replica is not None:
                 self._undo.insert(0, self._replica)
+            elif is_distributed():
+                self._undo.insert(0, Company())
         return self._undo
 
 
@@ -165,16 +177,28 @@ _PLACES = (
 
 
 def explain(error: BaseException) -> None:
-    """Add to an out-of-memory error that ends training why it was not got over."""
-    if isinstance(error, NoMemoryLeft):
+    """Add to an error that ends training what is known of it: why it was not got over, or how another process ended."""
+    if isinstance(error, (NoMemoryLeft, OffloadError)):
+        part()
         return
     if is_out_of_memory(error):
         places = [place for function, module, place in _PLACES if comes_through(error, function, module)]
-        with_note(error, note_outside(places[0] if places else "a hook or loop around the training step"))
-    elif is_distributed() and isinstance(error, RuntimeError):
-        word = word_from_others()
+        place = places[0] if places else "a hook or loop around the training step"
+        with_note(error, note_outside(place))
+        tell_others(f"since it was out of memory in {place}. {on_this_rank(error)}")
+    elif is_distributed():
+        lost = is_lost_connection(error)
+        try:
+            word = word_from_others() if isinstance(error, RuntimeError) else None
+            if word is None and lost:
+                word = WITHOUT_A_WORD
+        except RuntimeError:
+            word = NOBODY_TO_ASK if lost else None
         if word is not None:
             with_note(error, f"lightning-remat: another process has ended, {word}")
+        elif isinstance(error, Exception):
+            tell_others(f"by an error. {on_this_rank(error)}")
+    part()
 
 
 class _Redirection:

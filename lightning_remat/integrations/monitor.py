@@ -16,7 +16,9 @@ from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from lightning_remat.integrations.sharing import Board
 from lightning_remat.runtime.alarm import RetryAlarm
+from lightning_remat.runtime.tuning.pilot import Pilot
 from lightning_remat.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -87,6 +89,7 @@ class Monitor:
         self._began = self._ended = monotonic()
         self._running = True
         self._recompute_seconds = 0.0
+        self._board = Board(remat)
         self._broken: list[Any] = []  # loggers that would not take what we had to say
 
     def __reduce__(self) -> Any:
@@ -95,6 +98,7 @@ class Monitor:
 
     def start(self, trainer: Any) -> None:
         """Training begins."""
+        self._board.begin()
         bar = trainer.progress_bar_callback
         if bar is not None:
             self._bar = _Bar(bar, self.remat)
@@ -110,6 +114,7 @@ class Monitor:
         if step is None:
             return
         self._step = None
+        self._board.leave()
         if now.steps != before.steps:
             self._recompute_seconds += self.remat.stats.replay_seconds
         if self._alarm.batch(now.retried_batches > before.retried_batches):
@@ -129,6 +134,10 @@ class Monitor:
     def end(self, trainer: Any) -> None:
         """Training went through to its end."""
         self.batch_over(trainer)
+        if isinstance(self.remat.pilot, Pilot):
+            self.remat.pilot.conclude_if_over()
+        self._board.leave()
+        self._board.read()
         self._stop()
 
     def close(self, *, speak: bool) -> None:
@@ -170,6 +179,7 @@ class Monitor:
                 seconds=self._ended - self._began,
                 recompute_seconds=self._recompute_seconds,
                 verifies=remat.verifier is not None,
+                ranks=remat.ranks,
             )
         )
 

@@ -19,6 +19,7 @@ from lightning_remat.integrations.checkpoints import is_fitting, load_state, wit
 from lightning_remat.integrations.fabric import refuse, register_refusals
 from lightning_remat.integrations.guard import Guard, explain
 from lightning_remat.integrations.monitor import Monitor
+from lightning_remat.integrations.sharing import Agreement
 from lightning_remat.offload_option import Offload
 from lightning_remat.runtime.session import Remat
 
@@ -41,6 +42,9 @@ class RematStrategy(Recomputing, _Base):
             and the DDP family.
         policy, budget, blocks, offload, verify, margin, retries, verify_every_n_steps: see
             :class:`~lightning_remat.Remat`.
+        share_plan: the processes follow one plan under a budget, as long as their steps are the same sequence of ops:
+            the one with least room decides. Each by itself has the fastest plan for its own batches; with one for all,
+            none waits for another that recomputes more. Takes a small exchange between them when a batch begins.
         **base_options: handed to the base class (``find_unused_parameters=True``, ``static_graph=True``, ...).
 
     Raises:
@@ -69,6 +73,7 @@ class RematStrategy(Recomputing, _Base):
         margin: int | str = "5%",
         retries: int = 3,
         verify_every_n_steps: int | None = None,
+        share_plan: bool = False,
         _namespace: str = NAMESPACES[0],
         **base_options: Any,
     ) -> None:
@@ -90,6 +95,7 @@ class RematStrategy(Recomputing, _Base):
             verify_every_n_steps=verify_every_n_steps,
         )
         self._guard = Guard(self.remat)
+        self._agreement = Agreement(self.remat) if share_plan else None
         if base_class is None:
             self._settings = (base, _namespace)
             self._base_options = options
@@ -132,6 +138,8 @@ class RematStrategy(Recomputing, _Base):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """A batch begins, and the one before is over."""
         super().on_train_batch_start(batch, batch_idx)
+        if self._agreement is not None:
+            self._agreement.batch_starts()
         if self._monitor is not None:
             # Attached while training.
             self._monitor.batch_starts(self.lightning_module.trainer)  # type: ignore[union-attr]
@@ -244,7 +252,7 @@ def _settle(strategy: Any) -> None:
     check_options(base, [base_class], options)
     strategy.__dict__.clear()
     strategy.__class__ = strategy_class(base_class)
-    strategy.remat, strategy._guard = given["remat"], given["_guard"]
+    strategy.remat, strategy._guard, strategy._agreement = given["remat"], given["_guard"], given["_agreement"]
     base_class.__init__(strategy, **options)  # type: ignore[misc]  # of the class that it has just become
     for name in ("_accelerator", "_precision_plugin", "_checkpoint_io"):
         if given.get(name) is not None:

@@ -17,6 +17,7 @@ from lightning_remat.errors import ConfigurationError
 from lightning_remat.planning.plan import PlanResult
 from lightning_remat.reporting import wording
 from lightning_remat.reporting.facts import PlanFacts, facts_of
+from lightning_remat.reporting.ranks import RankFigures, ranks_in_words
 from lightning_remat.reporting.report import Report
 from lightning_remat.reporting.text import Plain
 
@@ -33,6 +34,7 @@ class PlanReport(Plain):
         facts: everything that is told, as plain data.
         timeline: measured memory of one step under the plan, (seconds since its begin, bytes above what was there
             then), as in :class:`~lightning_remat.runtime.memory.PeakResult`; drawn over the predicted one.
+        ranks: figures of the plan of each process, where several train together.
 
     Example:
         >>> import torch
@@ -51,6 +53,7 @@ class PlanReport(Plain):
     result: PlanResult
     facts: PlanFacts
     timeline: tuple[tuple[float, int], ...] | None = None
+    ranks: tuple[RankFigures, ...] = ()
 
     def __rich__(self) -> Group:
         """Figures of the whole step, the table by module, and why."""
@@ -64,6 +67,8 @@ class PlanReport(Plain):
         notes.add_column(no_wrap=True)
         for subject, text in wording.notes(facts):
             notes.add_row(Text(subject), Text(text))
+        if ranks := ranks_in_words(self.ranks):
+            notes.add_row(Text("ranks"), Text(ranks))
         return Group(
             Text(wording.title(facts), style="bold"), "", figures, "", notes, "", self._modules(),
             Text(wording.explanation(facts)), "", Text(wording.legend(facts), style="dim"),
@@ -86,7 +91,8 @@ class PlanReport(Plain):
 
     def to_json(self) -> str:
         """The facts as text: bytes, seconds, and prices in seconds per byte."""
-        return json.dumps({"format": 1, **asdict(self.facts)}, indent=1)
+        ranks = {"ranks": [asdict(rank) for rank in self.ranks]} if self.ranks else {}
+        return json.dumps({"format": 1, **asdict(self.facts), **ranks}, indent=1)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the report to a file; the suffix says how.
@@ -136,6 +142,7 @@ def plan_report(
     step_seconds: float | None = None,
     static_parts: Mapping[str, int] | None = None,
     timeline: Sequence[tuple[float, int]] | None = None,
+    ranks: Sequence[RankFigures] = (),
 ) -> PlanReport:
     """What there is to say about a plan.
 
@@ -148,6 +155,7 @@ def plan_report(
         static_parts: what the static memory is made of, in bytes, such as ``{"parameters": ..., "gradients": ...,
             "optimizer state": ...}``.
         timeline: measured memory of one step under the plan, see :class:`PlanReport`.
+        ranks: figures of the plan of each process.
 
     Returns:
         The report. Takes about the time of two simulations.
@@ -160,4 +168,4 @@ def plan_report(
         step_seconds=step_seconds,
         static_parts=static_parts,
     )
-    return PlanReport(result, facts, tuple(timeline) if timeline is not None else None)
+    return PlanReport(result, facts, tuple(timeline) if timeline is not None else None, tuple(ranks))

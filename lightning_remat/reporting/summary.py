@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_remat.reporting.ranks import RankFigures, ranks_in_words
 from lightning_remat.reporting.text import format_seconds, format_size, three_digits
 from lightning_remat.runtime.counters import Counters
 
@@ -23,6 +24,7 @@ class Training:
         seconds: wall-clock time of the training, evaluation and loading of data included.
         recompute_seconds: of these, wall-clock time of running ops again.
         verifies: whether anything was to be verified.
+        ranks: figures of the plan of each process, where several train together.
     """
 
     policy: str
@@ -31,6 +33,7 @@ class Training:
     seconds: float
     recompute_seconds: float
     verifies: bool
+    ranks: Sequence[RankFigures] = ()
 
 
 def since(now: Counters, before: Counters) -> Counters:
@@ -101,6 +104,8 @@ def in_lines(training: Training) -> str:
         some = f"{counted(c.verified, 'comparison')}, {found}"
         none = "nothing: no step was due, or those that were recomputed nothing"
         lines.append(f"  verified    {some if c.verified else none}")
+    if ranks := ranks_in_words(training.ranks):
+        lines.append(f"  ranks       {ranks}")
     lines += [f"  {'decided' if i == 0 else '':11} {note}" for i, note in enumerate(shortened(c.notes))]
     return "\n".join(lines)
 

@@ -17,6 +17,7 @@ from lightning_remat.errors import ConfigurationError
 from lightning_remat.offload_option import Offload
 from lightning_remat.planning.planfile import PlanFile, plan_path
 from lightning_remat.runtime.recovery.changes import Change, snapshot_of
+from lightning_remat.runtime.recovery.company import Company, is_distributed
 from lightning_remat.runtime.recovery.retry import Undo
 from lightning_remat.runtime.recovery.tightening import Tightening
 from lightning_remat.runtime.stepping import Stepping
@@ -26,6 +27,7 @@ from lightning_remat.runtime.tuning.pilot import Pilot
 if TYPE_CHECKING:
     from lightning_remat.planning.plan import PlanResult
     from lightning_remat.reporting.plan_report import PlanReport
+    from lightning_remat.reporting.ranks import RankFigures
     from lightning_remat.reporting.report import Report
 
 T = TypeVar("T")
@@ -125,6 +127,9 @@ class Remat(Stepping):
             retries=retries,
             verify_every_n_steps=verify_every_n_steps,
         )
+
+    ranks: tuple[RankFigures, ...] = ()
+    """Where several processes train together under Lightning: figures of the plan of each, as far as they are known."""
 
     def __reduce__(self) -> Any:
         """A copy has the options, and nothing of what has been learned about a model."""
@@ -278,6 +283,7 @@ class Remat(Stepping):
                 measured_extra_seconds=main.extra_seconds,
                 static_parts=main.parts,
                 timeline=None if measured is None else measured.timeline,
+                ranks=self.ranks,
             )
         if self._ledger is None and self._counters.steps:
             return report_table(self.summary, self.blocks, None, "nothing is listed under a plan file, or 'none'")
@@ -405,8 +411,10 @@ class Remat(Stepping):
             ...     return loss.item()
             >>> loss = remat.attempt(step, model)
         """
-        undo = [snapshot_of(changes)]
+        undo: list[Undo] = [snapshot_of(changes)]
         self.guarded = True
+        if is_distributed():
+            undo.insert(0, Company())
         return self.run(step, undo)
 
     def run(

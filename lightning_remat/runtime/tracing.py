@@ -26,12 +26,12 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 
 from lightning_remat.engine.actions import COUNT, ActionTable, counted
+from lightning_remat.engine.aliases import alias
 from lightning_remat.engine.ledger import Ledger, LedgerTape
 from lightning_remat.engine.planned import action_for, first_tensor
 from lightning_remat.engine.replay import Clock
 from lightning_remat.engine.rules import Rule, rule_for
 from lightning_remat.engine.spread import local_of, whose
-from lightning_remat.engine.store import alias
 from lightning_remat.engine.values import Blank, Op, Value, least_output
 from lightning_remat.planning.trace import EXIT, FREE, NEED, OTHER, RELEASE, RUN, SAVE, Event, Trace, TraceOp
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from lightning_remat.errors import BudgetError
-from lightning_remat.planning.plan import PlanResult
+from lightning_remat.planning.plan import Candidate, PlanResult, judged
 from lightning_remat.planning.planner import pareto
 from lightning_remat.planning.simulation import simulate
 from lightning_remat.planning.trace import NEED, Trace
@@ -51,6 +51,9 @@ class Chooser:
         error: a fault that makes planning impossible.
         transfer: says for a trace what is known of the place that its contents may move to; None: nothing moves.
         recompute: whether a plan may drop anything.
+        wishes: for each entry, by its number, the plan that this process would follow by itself.
+        shared: for a sequence of ops, by its names, what the plan drops that all processes follow (see
+            ``integrations/sharing.py``).
     """
 
     def __init__(self, budget: int | float | None, margin: int | str, counters: Counters, warn: Once) -> None:
@@ -64,6 +67,8 @@ class Chooser:
         self._frozen = False
         self.transfer: Callable[[Trace], Transfer | None] | None = None
         self.recompute = True
+        self.wishes: dict[int, Candidate] = {}
+        self.shared: dict[str, tuple[bool, ...]] = {}
 
     def note(self, text: str) -> None:
         """Write a decision down."""
@@ -142,11 +147,29 @@ class Chooser:
             # A fault of ours, and no reason to lose somebody's training.
             self.error = error
             return
-        result = result.with_budget(budget)
+        result = self._together(known, result.with_budget(budget))
         known.follow(result, static, parts, target)
         text = in_words(result)
         log.info(text)
         self.note(f"{text} ({tuner.why})" if tuner.why else text)
+
+    def _together(self, known: Known, result: PlanResult) -> PlanResult:
+        """The plan that is followed: this one, or that of all processes."""
+        self.wishes[known.number] = result.chosen
+        shared = self.shared.get(known.names)
+        if shared is None or shared == result.chosen.drop:
+            return result
+        return replace(result, chosen=judged(known.trace, shared))
+
+    def share(self, known: Known) -> None:
+        """Follow from now on what :attr:`shared` says."""
+        wish = self.wishes.get(known.number)
+        if known.result is None or wish is None:
+            return
+        result = self._together(known, replace(known.result, chosen=wish))
+        if result.chosen.drop != known.result.chosen.drop:
+            known.follow(result, known.static, known.parts, known.target)
+            self.note(in_words(result))
 
     def _searched(self, known: Known, target: int, static: int, parts: dict[str, int], budget: int) -> PlanResult:
         planner = known.planner = known.planner or known.new_planner()
@@ -182,6 +205,13 @@ class Chooser:
         tuner, chosen = known.tuner, result.chosen
         tuner.fit_to(result.budget_bytes - known.static)
         peak = measured.peak_bytes
+        if known.names in self.shared:
+            # Nobody looks for a larger one, which the others might not be able to follow.
+            if peak > max(tuner.limit, CLOSE * chosen.peak_bytes):
+                tuner.pressure(peak - tuner.limit, chosen.peak_bytes, peak)
+                known.stale = True
+                self.note(f"a step took {format_bytes(peak - tuner.room)} more than there is: a smaller plan is needed")
+            return
         if abs(peak - chosen.peak_bytes) <= (CLOSE - 1) * chosen.peak_bytes:
             peak = chosen.peak_bytes
         if tuner.settled and tuner.seen(chosen.peak_bytes):

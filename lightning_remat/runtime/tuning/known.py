@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any
 
 from lightning_remat.engine.planned import Script, script_for, without
@@ -91,6 +92,11 @@ class Known:
 
     def __post_init__(self) -> None:
         self.sequence = self.sequence or self.trace.sequence
+
+    @property
+    def names(self) -> str:
+        """A fingerprint of the ops without their sizes: what fits one such step can be followed by another."""
+        return sha256("\n".join(op.name for op in self.trace.ops).encode()).hexdigest()[:16]
 
     @property
     def nbytes(self) -> int:

@@ -416,6 +416,14 @@ class Pilot(Relief):
         elif known is self.main:
             self.counters.kept_bytes = kept_bytes(known)
 
+    def share(self, names: str | None, drop: tuple[bool, ...]) -> None:
+        """Follow one plan for a sequence of ops together with other processes; None: none, each its own."""
+        self.chooser.shared = {} if names is None else {names: drop}
+        for known in self.known.all:
+            self.chooser.share(known)
+            if known is self.main:
+                self.counters.kept_bytes = kept_bytes(known)
+
     def whole_result(self) -> PlanResult | None:
         """The plan for the largest step with the whole front, which takes a while to find; None before there is one."""
         return whole_result(self.main)

@@ -18,6 +18,7 @@ from lightning_remat.offload_option import Offload
 from lightning_remat.planning.planfile import PlanFile, plan_path
 from lightning_remat.runtime.recovery.changes import Change, snapshot_of
 from lightning_remat.runtime.recovery.retry import Undo
+from lightning_remat.runtime.recovery.sharding import Shards
 from lightning_remat.runtime.recovery.tightening import Tightening
 from lightning_remat.runtime.stepping import Stepping
 from lightning_remat.runtime.tuning import remembering
@@ -407,6 +408,8 @@ class Remat(Stepping):
         """
         undo = [snapshot_of(changes)]
         self.guarded = True
+        for module in [c for c in changes if isinstance(c, nn.Module)]:
+            self.meet(module)
         return self.run(step, undo)
 
     def run(
@@ -418,6 +421,8 @@ class Remat(Stepping):
         ours: Callable[[BaseException], bool] = lambda error: True,
     ) -> T:
         """What :meth:`attempt` does, for trainers; see :meth:`~lightning_remat.runtime.recovery.retry.Retry.run`."""
+        if self.units:
+            undo, deferred = [Shards()], False
         try:
             return self.retry.run(step, Tightening(self), undo, deferred=deferred, ours=ours)
         finally:

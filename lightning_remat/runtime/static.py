@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.optim import optimizer as optimizer_module
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from lightning_remat.engine.sharded import local_part
+
 LASTING = ("parameters", "buffers", "optimizer state")
 """Parts of the memory between steps that are the same between any two."""
 
@@ -162,7 +164,7 @@ def device_of(roots: Iterable[nn.Module]) -> torch.device:
 def _bytes(tensors: Sequence[Tensor], device: torch.device) -> int:
     """Each storage once."""
     seen: dict[int, int] = {}
-    for t in tensors:
+    for t in map(local_part, tensors):
         if t.device == device and t.layout is torch.strided:
             try:
                 storage = t.untyped_storage()

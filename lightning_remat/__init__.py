@@ -1,6 +1,7 @@
 """lightning-remat: training that fits in memory, with results bit for bit those of plain training.
 
-Importing it makes ``Trainer(strategy="remat")`` and ``"remat_ddp"`` known to Lightning.
+Importing it makes ``Trainer(strategy="remat")``, ``"remat_ddp"``, ``"remat_fsdp"`` and ``"remat_fsdp2"`` known to
+Lightning.
 """
 
 from lightning_remat.engine.policies import OpInfo

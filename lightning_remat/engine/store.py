@@ -8,7 +8,7 @@ goes when its storage does, so an address that is used again can not be mistaken
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 from weakref import ref as weakref
 
@@ -18,7 +18,7 @@ from torch.nn.parameter import Parameter
 
 from lightning_remat.engine.aliases import alias
 from lightning_remat.engine.spread import Shells, counter_of, is_spread, local_of
-from lightning_remat.engine.values import HELD, Op, Ref, Value, geometry_of, storage_copy
+from lightning_remat.engine.values import HELD, Gathered, Op, Ref, Value, geometry_of, storage_copy
 
 _PLAIN = frozenset({Tensor, Parameter, torch.nn.Buffer})
 CONSTANTS = frozenset(
@@ -79,6 +79,8 @@ class Store:
         shells: the DTensors that the present op was called on.
         bits: lazy conjugation or negation was seen, so references have to carry it.
         observers: told of everything that is recorded, saved or kept (a ledger, verification); none in steady state.
+        units: of sharded parameters (:class:`~lightning_remat.engine.sharded.Units`); None: there are none.
+        tied: the unit of each recorded op whose replay reads such parameters, by the op's index.
     """
 
     def __init__(self) -> None:
@@ -92,6 +94,8 @@ class Store:
         self._forget_dropped = forgetter(self.dropped)
         self._forget_leaf = forgetter(self.leaves)
         self.observers: list[Observer] = []
+        self.units: Any = None
+        self.tied: dict[int, Any] = {}
 
     def clear(self) -> None:
         """Forget the step: nothing that autograd does not hold stays alive."""
@@ -99,6 +103,7 @@ class Store:
         self.leaves.clear()
         self.parameters.clear()
         self.shells = Shells()
+        self.tied.clear()
 
     def _arguments(self, args: Any, needs: list[Value]) -> list[Any]:
         """``args`` with tensors replaced by references; the dropped values among them are added to ``needs``."""
@@ -111,6 +116,8 @@ class Store:
                 value = dropped.get(weakref(storage))
                 if value is None and self.leaving and (key := weakref(storage)) in self.leaving:
                     value = self.leave(a, key)
+                if value is not None and self.tied:
+                    value = self.settle(a, value)
                 if value is None:
                     a = self._leaf_ref(a, storage)
                 else:
@@ -138,6 +145,34 @@ class Store:
         What may is in ``leaving``; see :class:`~lightning_remat.engine.leaving.Leaving`.
         """
         return None
+
+    def settle(self, tensor: Tensor, value: Value) -> Value | None:
+        """A dropped value that is read or saved; None if it was made from parameters of another unit, and is now kept.
+
+        A replay must not need parameters that are not gathered where it happens.
+        """
+        unit = self.tied.get(value.op.index) if value.op is not None else None
+        if unit is None or unit is self.units.here:
+            return value
+        self.keep(tensor)
+        return None
+
+    def tie(self, op: Op) -> Any:
+        """The unit whose parameters the replay of an op that is about to be recorded will read; None: it reads none.
+
+        Raises:
+            Unrecordable: they will not be there: those of another unit, or of one that backward does not gather.
+        """
+        here = self.units.here
+        unit = None
+        for v in op.needs:
+            if v.tensor is None and v.op is not None:
+                unit = self.tied.get(v.op.index) or unit
+        for parameter in _sharded_in(op.args if op.extra is None else [*op.args, *op.extra[0].values()]):
+            unit = parameter.unit
+            if unit is not here or not unit.comes_back():
+                raise Unrecordable
+        return unit
 
     def _keywords(self, kwargs: dict[str, Any] | None, needs: list[Value]) -> dict[str, Any]:
         return dict(zip(kwargs, self._arguments(kwargs.values(), needs), strict=True)) if kwargs else {}
@@ -223,6 +258,10 @@ class Store:
             leaf: Value | None = found() if found is not None else None
         else:
             leaf = parameter[0]
+            if isinstance(leaf, Gathered):
+                # No copy: what is written is gone with the next gathering, and a replay that reads it raises.
+                self.parameters[id(tensor.untyped_storage())] = parameter
+                return None
             if sys.getrefcount(parameter) <= _ONLY_HERE and sys.getrefcount(leaf) <= _ONLY_HERE + 1:
                 return None  # no recorded op reads it any more
         if leaf is not None and leaf.tensor is not None:
@@ -249,3 +288,13 @@ class Store:
             self.leaves[weakref(storage, self._forget_leaf)] = weakref(value)
             for observer in self.observers:
                 observer.kept(tensor, value)
+
+
+def _sharded_in(arguments: Iterable[Any]) -> Iterator[Gathered]:
+    """The sharded parameters that recorded arguments refer to."""
+    for a in arguments:
+        if a.__class__ is tuple:
+            if isinstance(a[0], Gathered):
+                yield a[0]
+        elif a.__class__ is list:
+            yield from _sharded_in(a)

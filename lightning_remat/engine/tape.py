@@ -277,6 +277,7 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             needs = op.needs = []
             op.args = self._arguments(args, needs)
             op.extra = (self._keywords(kwargs, needs), rule, rng) if kwargs or rule is not None else None
+            unit = self.tie(op) if self.units is not None else None
             if out.__class__ is Tensor:
                 # The commonest case, written out: what _make_several does for each output.
                 if out.layout is not _STRIDED:
@@ -299,6 +300,8 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             return
         op.func = func
         op.index = self.count = self.count + 1
+        if unit is not None:
+            self.tied[op.index] = unit
         self.recorded += 1
         if self.observers:
             for observer in self.observers:
@@ -356,6 +359,8 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         except (NotImplementedError, RuntimeError):
             return (tensor, None)
         value = self.dropped.get(key)
+        if value is not None and self.tied:
+            value = self.settle(tensor, value)
         if value is None and key in self.leaving and tensor.__class__ is Tensor:
             value = self.leave(tensor, key)
         if value is None:

@@ -151,10 +151,47 @@ def storage_copy(tensor: Tensor) -> Tensor:
     return from_storage(copy, geometry_of(tensor), tensor.device)
 
 
+class Gathered(Value):
+    """A parameter that is there while its unit is gathered.
+
+    ``anchor`` matches no storage, so that every replay that reads one comes to :meth:`check`.
+    """
+
+    __slots__ = ("origin", "source_version", "unit")
+
+    unit: Any  # a sharded.Unit
+    origin: Any  # what its content comes from, as the unit knows it
+    source_version: int  # of that
+
+    def check(self) -> None:
+        """Raise if the content is not there, or not the one of the forward pass.
+
+        Raises:
+            ReplayError: which, with the ways out.
+        """
+        tensor: Tensor = self.tensor  # type: ignore[assignment]  # it never goes
+        if not self.unit.gathered() or (tensor.numel() and not tensor.untyped_storage().nbytes()):
+            raise ReplayError(
+                f"values of {self.unit.name} are to be recomputed while its sharded parameters are not gathered: what "
+                "depends on them was used in a way that FSDP does not see (not through the outputs of its forward). "
+                "Return it from that module's forward, or keep these values: policy='none' for this module, or a "
+                "policy that keeps the ops that make it."
+            )
+        if tensor._version != self.version or self.unit.source_of(self.origin) != self.source_version:
+            raise ReplayError(
+                f"sharded parameters of {self.unit.name} were changed between forward and backward (for instance by an "
+                "optimizer step between the two), and values that depend on them are to be recomputed. Change them "
+                "after backward, or use policy='none' for this step."
+            )
+
+
 def check_leaf(value: Value) -> None:
     """Raise if a leaf that a replay reads was written to, or replaced, where the tape could not see it."""
     tensor = value.tensor
     if tensor is None or value.version is None:
+        return
+    if isinstance(value, Gathered):
+        value.check()
         return
     counter = value.anchor.__class__ is Counter
     if tensor._version != value.version or (counter and value.anchor.moved):

@@ -66,6 +66,8 @@ class Writes(Leaving):
                 storage = target.untyped_storage()
                 key = weakref(storage)
                 old = self.dropped.get(key)
+                if old is not None and self.tied:
+                    old = self.settle(target, old)
                 if old is not None or (rule.draws and self._is_unread(key, storage)):
                     op = self._prepare_write(func, rule, args, kwargs, target, storage, old)
                     if op is not None:
@@ -114,11 +116,13 @@ class Writes(Leaving):
             else:
                 op.args = self._arguments(args, needs)
             op.extra = (self._keywords(kwargs, needs) if kwargs else kwargs, rule, rng)
+            op.needs = needs
+            if self.units is not None:
+                self.tie(op)
             if self.eviction is not None:
                 self._note_write(op, args, kwargs, needs)
         except (Unrecordable, NoGenerator, NotImplementedError, RuntimeError):
             return None
-        op.needs = needs
         op.func = func
         return op
 
@@ -127,6 +131,7 @@ class Writes(Leaving):
     ) -> Any:
         """Run a prepared write, and drop the new content."""
         func = op.func
+        unit = self.tie(op) if self.units is not None else None
         if self.eviction is not None:
             self._lose_source(key)
         if old is not None and self.mover is not None:
@@ -143,6 +148,8 @@ class Writes(Leaving):
             self.dropped.pop(key, None)
             return out
         op.index = self.count = self.count + 1
+        if unit is not None:
+            self.tied[op.index] = unit
         self.recorded += 1
         value = Value()
         value.op = op

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_remat.errors import ConfigurationError
@@ -26,6 +27,8 @@ def resolve_base(base: Any, namespace: str) -> tuple[type | None, dict[str, Any]
     Raises:
         ConfigurationError: unknown, or not supported.
     """
+    if base == "ModelParallelStrategy":  # which Lightning has given no name
+        base = strategies_of(namespace).ModelParallelStrategy
     if isinstance(base, str):
         if base in ("auto", "single_device"):
             return None, {}
@@ -50,9 +53,16 @@ def resolve_base(base: Any, namespace: str) -> tuple[type | None, dict[str, Any]
     if not is_supported(base_class):
         raise ConfigurationError(
             f"base={base!r} is not supported (yet): recomputation under it is not known to be exact. Supported are "
-            "single devices and the DDP family; use base='auto' or base='ddp', or the strategy without lightning-remat."
+            f"{SUPPORTED}; use base='auto', 'ddp' or 'fsdp', or the strategy without lightning-remat."
         )
     return base_class, preset
+
+
+SUPPORTED = "single devices, the DDP family, FSDPStrategy and ModelParallelStrategy"
+_BASES = ("SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy")
+
+
+_WRAPPERS: dict[str, Any] = {"DDPStrategy": DistributedDataParallel, "FSDPStrategy": FullyShardedDataParallel}
 
 
 class Recomputing:
@@ -71,13 +81,13 @@ def is_ours(base_class: Any) -> bool:
 
 def is_supported(base_class: Any) -> bool:
     """Whether a class is one of the supported bases, or is a user's own and stands on one."""
-    return _lightnings_own(base_class) in ("SingleDeviceStrategy", "DDPStrategy")
+    return _lightnings_own(base_class) in _BASES
 
 
 def is_known_not_to_work(strategy_class: type) -> bool:
     """Whether a strategy, of whatever origin, stands on one of Lightning's that is not supported."""
     own = _lightnings_own(strategy_class)
-    return own is not None and own not in ("SingleDeviceStrategy", "DDPStrategy", "ParallelStrategy", "Strategy")
+    return own is not None and own not in (*_BASES, "ParallelStrategy", "Strategy")
 
 
 def _lightnings_own(strategy_class: Any) -> str | None:
@@ -120,9 +130,9 @@ def _parameters(base_class: type) -> set[str] | None:
         # Only its signature is read.
         parameters = inspect.signature(c.__init__).parameters.values()  # type: ignore[misc]
         names.update(p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD))
-        if c.__name__ == "DDPStrategy":  # hands the rest to the wrapper
-            wrapper = inspect.signature(DistributedDataParallel.__init__).parameters
-            return (names | set(wrapper)) - {"self", "module", "device_ids", "kwargs"}
+        if c.__name__ in _WRAPPERS:  # hands the rest to the wrapper
+            wrapper = inspect.signature(_WRAPPERS[c.__name__].__init__).parameters
+            return (names | set(wrapper)) - {"self", "module", "device_ids", "device_id", "kwargs"}
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             return names - {"self"}
     return None

@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from lightning_remat.errors import ConfigurationError
-from lightning_remat.integrations.bases import is_known_not_to_work
+from lightning_remat.integrations.bases import SUPPORTED, is_known_not_to_work
 from lightning_remat.integrations.checkpoints import is_fitting, load_state, with_state
 from lightning_remat.integrations.guard import Guard, explain
 from lightning_remat.integrations.monitor import Monitor
@@ -89,8 +89,7 @@ class RematCallback(Callback):
         if is_known_not_to_work(type(strategy)):
             raise ConfigurationError(
                 f"RematCallback: strategy={type(strategy).__name__} is not supported (yet): recomputation under it is "
-                "not known to be exact. Supported are single devices and the DDP family; leave the callback out, or "
-                "use one of these."
+                f"not known to be exact. Supported are {SUPPORTED}; leave the callback out, or use one of these."
             )
         if not _is_completed_later(pl_module):
             self.remat.bind(pl_module)  # here already, where nothing has been moved to a device yet

@@ -59,6 +59,7 @@ class Guard:
         self.remat.check_place()
         self._trainer = trainer
         self.remat.guarded = True
+        self.remat.meet(trainer.strategy.model)  # around the module, where FSDP wraps it
         loop = trainer.fit_loop.epoch_loop.automatic_optimization
         self._make_closure = loop._make_closure
         loop._make_closure = self._guarded_closure

@@ -38,8 +38,9 @@ class RematStrategy(Recomputing, _Base):
 
     Args:
         base: ``"auto"`` (what ``Trainer(strategy="auto")`` would choose), the name of a registered strategy
-            (``"ddp"``, ``"ddp_find_unused_parameters_true"``, ...), or a strategy class. Supported are single devices
-            and the DDP family.
+            (``"ddp"``, ``"ddp_find_unused_parameters_true"``, ``"fsdp"``, ...), ``"ModelParallelStrategy"``, or a
+            strategy class. Supported are single devices,
+            the DDP family, ``FSDPStrategy`` and ``ModelParallelStrategy``.
         policy, budget, blocks, offload, verify, margin, retries, verify_every_n_steps: see
             :class:`~lightning_remat.Remat`.
         share_plan: the processes follow one plan under a budget, as long as their steps are the same sequence of ops:
@@ -272,8 +273,8 @@ def _is_interactive(namespace: str) -> bool:
 
 
 def register() -> None:
-    """Make ``"remat"`` and ``"remat_ddp"`` known to every Lightning package that is installed; safe to repeat."""
-    names = {"remat": "auto", "remat_ddp": "ddp"}
+    """Make ``"remat"`` and the others known to every Lightning package that is installed; safe to repeat."""
+    names = {"remat": "auto", "remat_ddp": "ddp", "remat_fsdp": "fsdp", "remat_fsdp2": "ModelParallelStrategy"}
     register_refusals({name: f"recomputation around {base!r}" for name, base in names.items()}, RematStrategy)
     for namespace in NAMESPACES:
         try:

@@ -19,6 +19,7 @@ from lightning_remat.planning.planfile import PlanFile, plan_path
 from lightning_remat.runtime.recovery.changes import Change, snapshot_of
 from lightning_remat.runtime.recovery.company import Company, is_distributed
 from lightning_remat.runtime.recovery.retry import Undo
+from lightning_remat.runtime.recovery.sharding import Shards
 from lightning_remat.runtime.recovery.tightening import Tightening
 from lightning_remat.runtime.stepping import Stepping
 from lightning_remat.runtime.tuning import remembering
@@ -415,6 +416,8 @@ class Remat(Stepping):
         self.guarded = True
         if is_distributed():
             undo.insert(0, Company())
+        for module in [c for c in changes if isinstance(c, nn.Module)]:
+            self.meet(module)
         return self.run(step, undo)
 
     def run(
@@ -426,6 +429,8 @@ class Remat(Stepping):
         ours: Callable[[BaseException], bool] = lambda error: True,
     ) -> T:
         """What :meth:`attempt` does, for trainers; see :meth:`~lightning_remat.runtime.recovery.retry.Retry.run`."""
+        if self.units:
+            undo, deferred = [Shards()], False
         try:
             return self.retry.run(step, Tightening(self), undo, deferred=deferred, ours=ours)
         finally:

@@ -24,10 +24,12 @@ from lightning_remat.engine.planned import PlannedTape
 from lightning_remat.engine.policies import OpInfo, Policy, checked_verdict
 from lightning_remat.engine.replay import Clock
 from lightning_remat.engine.rules import Rule
+from lightning_remat.engine.sharded import Units
 from lightning_remat.engine.tape import Tape
 from lightning_remat.engine.transforms import transforms_allowed
 from lightning_remat.engine.verify import Verifier
 from lightning_remat.engine.writes import always
+from lightning_remat.errors import ConfigurationError
 from lightning_remat.runtime.binding import Binding
 from lightning_remat.runtime.counters import Counters
 from lightning_remat.runtime.discovery import Discovery
@@ -58,6 +60,7 @@ class Stepping:
         retry: runs steps again that memory ran out in.
         fixed: a fixed policy that the lean one stands in for.
         guarded: somebody does that, so that a step may be tried that is not sure to fit.
+        units: of sharded parameters.
         offloading: what may leave the device; None: nothing.
 
     Raises:
@@ -93,6 +96,7 @@ class Stepping:
         self._verifier: Verifier | None = Verifier(self._never_again) if wanted else None
         self._verify_always = bool(options["verify"])
         self._verify_due = False
+        self.units = Units()
         self._binding = self._new_binding(self._policy)
         self._memory: Memory | None = None  # from a checkpoint, until a step begins with it
         self._meeting = False  # the model is to be met although there is a plan already
@@ -148,6 +152,9 @@ class Stepping:
     def _begin_anew(self, binding: Binding) -> None:
         """Go on with another model: the books and the names of the one before are of no use for it."""
         self._binding = binding
+        self.units.forget()
+        for root in binding.roots:
+            self.meet(root)
         self._blocks = []
         self._ledger = None
         self._modules.names.clear()
@@ -180,8 +187,34 @@ class Stepping:
                     binding.bind(root)
         self._binding, self._policy = binding, policy
 
+    def meet(self, root: nn.Module) -> None:
+        """Find out which parameters of a model are sharded; wrappers around it have to be shown for themselves.
+
+        Raises:
+            ConfigurationError: some are, and an option does not go with that.
+        """
+        self.units.meet(root)
+        if self.units:
+            self.guarded = False
+            if self.units.on_host:
+                raise ConfigurationError(
+                    f"{type(root).__name__}: cpu_offload=True keeps shards of FullyShardedDataParallel in host memory; "
+                    "recomputation with that was never run. Leave cpu_offload out, or use fully_shard with a "
+                    "CPUOffloadPolicy (base=ModelParallelStrategy)."
+                )
+            if self._settings.offload is not None:
+                raise ConfigurationError(
+                    f"offload={str(self._settings.offload.to)!r}: parameters of {type(root).__name__} are sharded, and "
+                    "offload together with that is not known to be exact. Leave offload= out, or use base='ddp'."
+                )
+
     def press(self) -> None:
-        """Memory ran out: from the next step on, be ready for it."""
+        """Memory ran out: from the next step on, be ready for it.
+
+        Not where parameters are sharded: what is evicted could not be computed again while they are not gathered.
+        """
+        if self.units:
+            return
         if self.offloading is not None:
             self.offloading.on(device_of(self._binding.roots))
         tapes = [self._tape, self._moving_tape, self._pilot.tape if self._pilot is not None else None]
@@ -264,8 +297,10 @@ class Stepping:
         if not isinstance(tape, PlannedTape):
             stack.callback(regions.remove)
             regions.install(tape)
+        stack.callback(self.units.remove)
+        self.units.install(tape)
         if not self._binding.final and not isinstance(tape, PlannedTape):
-            stack.enter_context(Discovery(regions, self._binding.met).watching())
+            stack.enter_context(Discovery(regions, self._met).watching())
         elif not self._binding.final and self._meeting:
             stack.enter_context(Discovery(regions, self._only_met).watching())
         if isinstance(tape, LedgerTape) or self._needs_modules:
@@ -294,9 +329,15 @@ class Stepping:
             self.put_in_force(pilot.policy(has_borders))
         return tape
 
+    def _met(self, root: nn.Module) -> list[Any]:
+        """A root is met in a step."""
+        found = self._binding.met(root)
+        self.meet(root)
+        return found
+
     def _only_met(self, root: nn.Module) -> list[Any]:
         """A root is met under a plan, where blocks are not watched."""
-        self._binding.met(root)
+        self._met(root)
         return []
 
     @property

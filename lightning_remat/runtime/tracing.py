@@ -15,7 +15,7 @@ let go of it, or to hold it longer; what ``create_graph=True`` saves inside the 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -32,7 +32,7 @@ from lightning_remat.engine.planned import action_for, first_tensor
 from lightning_remat.engine.replay import Clock
 from lightning_remat.engine.rules import Rule, rule_for
 from lightning_remat.engine.spread import local_of, whose
-from lightning_remat.engine.values import Blank, Op, Value, least_output
+from lightning_remat.engine.values import Blank, Gathered, Op, Value, least_output
 from lightning_remat.planning.trace import EXIT, FREE, NEED, OTHER, RELEASE, RUN, SAVE, Event, Trace, TraceOp
 
 PROGRAM = 1
@@ -131,6 +131,7 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         self._signatures: list[Any] = []
         self._nodes: dict[int, int] = {}  # number of an autograd node -> the op that it belongs to
         self._saved_by: list[int] = []  # for each slot, such a number
+        self._ties: dict[int, Any] = {}  # value -> the sharded unit whose parameters it is made from
         self._readers: dict[int, tuple[int, int]] = {}  # parameter -> the last op that reads it, its bytes
         self.observers.append(_Listener(self))
         self._wait: Callable[[], None] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
@@ -174,6 +175,7 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
             if parameter is not None and parameter.requires_grad and parameter.layout is torch.strided:
                 there = local_of(parameter)
                 self._readers[id(parameter)] = o, there.numel() * there.element_size()
+        unit = self._cross(flat) if self.units is not None else None
         signature = (func, tuple([(tuple(t.shape), t.dtype) for t in flat]))
         self._signatures.append(signature)
         self._event(RUN, o)
@@ -193,6 +195,8 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         entry.droppable = op is not None
         if op is not None:
             self._dropped(o, op, entry, out, args)
+            if unit is not None:
+                self._ties.update(dict.fromkeys(entry.outputs, unit))
             if rule.kind in self._keeps:
                 for t in out if isinstance(out, (tuple, list)) else (out,):
                     if isinstance(t, Tensor):
@@ -301,6 +305,31 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         if value is not None:
             self._event(FREE, value)
 
+    def _cross(self, tensors: Iterable[Tensor]) -> Any:
+        """Mind sharded units: what crosses from one into another can be dropped by no plan; the unit read here, if any.
+
+        As if everything else were dropped, so that no plan keeps more for this reason than what is found here.
+        """
+        here = self.units.here
+        reads = None
+        for t in tensors:
+            value = self._value_of(t)
+            tie = self._ties.get(value) if value is not None else None
+            if tie is not None and tie is not here:
+                self.trace.ops[self.trace.makers[value]].droppable = False  # type: ignore[index]  # it has a number
+                self.keep(t)
+            elif tie is not None or (value is None and self._reads_parameters(t)):
+                reads = here
+        return reads
+
+    def _reads_parameters(self, tensor: Tensor) -> bool:
+        """Whether a tensor shows a sharded parameter of the unit that is running."""
+        try:
+            found = self.parameters.get(id(tensor.untyped_storage()))
+        except (NotImplementedError, RuntimeError):
+            return False
+        return found is not None and isinstance(found[0], Gathered) and found[0].unit is self.units.here
+
     def kept_after_all(self, tensor: Tensor) -> None:
         """A dropped value is kept: at a border, or since it cannot be dropped."""
         number = self._value_of(tensor)
@@ -334,6 +363,8 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
 
     def pack(self, tensor: Tensor) -> Any:
         """Autograd saves a tensor."""
+        if self.units is not None:
+            self._cross([tensor])
         packed = super().pack(tensor)
         value = self._value_of(tensor)
         if value is None or packed.__class__ is not tuple:
@@ -383,6 +414,7 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         self.observers.clear()
         self._shown.clear()
         self._values.clear()
+        self._ties.clear()
         self.open_slots.clear()
         self._last = None
         self._mark = lambda: None

@@ -25,12 +25,12 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def finish(processes: list[subprocess.Popen[bytes]]) -> bool:
+def finish(processes: list[subprocess.Popen[bytes]], seconds: float = SECONDS) -> bool:
     """Wait until all have ended, or one has failed, or time is up; then end them with everything that they started.
 
     Returns whether all went well. One that waits for a peer that has failed would wait for half an hour.
     """
-    deadline = monotonic() + SECONDS
+    deadline = monotonic() + seconds
     try:
         while monotonic() < deadline:
             codes = [process.poll() for process in processes]

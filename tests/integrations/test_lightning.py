@@ -31,7 +31,9 @@ def strategy_of(strategy: Any, package: Any = lp, **options: Any) -> Any:
 @PACKAGES
 def test_names_are_registered(package: Any) -> None:
     """Importing lightning_remat is enough, under either name that Lightning is published as."""
-    assert {"remat", "remat_ddp"} <= set(package.strategies.StrategyRegistry.available_strategies())
+    assert {"remat", "remat_ddp", "remat_fsdp", "remat_fsdp2"} <= set(
+        package.strategies.StrategyRegistry.available_strategies()
+    )
 
 
 @PACKAGES
@@ -47,6 +49,14 @@ def test_remat_chooses_what_auto_would(package: Any, strategy: Any) -> None:
         assert isinstance(chosen, RematStrategy)
         lightnings = [c for c in type(chosen).__mro__ if c.__module__.startswith(package.__name__)]
         assert lightnings[0] is base is type(strategy_of("auto", package, devices=devices))
+
+
+@PACKAGES
+@pytest.mark.parametrize(("name", "base"), [("remat_fsdp", "FSDPStrategy"), ("remat_fsdp2", "ModelParallelStrategy")])
+def test_sharded_names_stand_for_their_bases(package: Any, name: str, base: str) -> None:
+    chosen = strategy_of(name, package, devices=2)
+    assert isinstance(chosen, getattr(package.strategies, base))
+    assert isinstance(chosen, RematStrategy)
 
 
 @PACKAGES

@@ -17,13 +17,10 @@ from tests.helpers.training import Lit, Net, regression, regression_data, traine
 @pytest.mark.parametrize(
     ("base", "message"),
     [
-        ("fsdp", "'fsdp' is not supported"),
         ("deepspeed_stage_2", "'deepspeed_stage_2' is not supported"),
         ("ddpp", "'ddpp' is not a registered strategy"),
         ("remat", "a remat strategy already"),
-        (lp.strategies.FSDPStrategy, "is not supported"),
         (lp.strategies.DeepSpeedStrategy, "is not supported"),
-        (lp.strategies.ModelParallelStrategy, "is not supported"),
         (nn.Linear, "is not supported"),
         (DDPStrategy(), "not an instance"),
         (None, "give a strategy's name or class"),
@@ -43,7 +40,7 @@ def test_the_error_for_an_unknown_base_lists_what_works() -> None:
         RematStrategy(base="ddpp")
     assert "auto, ddp, " in str(caught.value)
     assert "remat" not in str(caught.value).replace("base='ddpp'", "")
-    assert "fsdp" not in str(caught.value)
+    assert "deepspeed" not in str(caught.value)
 
 
 def test_single_device_and_several_devices_contradict_each_other() -> None:

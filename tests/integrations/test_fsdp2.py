@@ -1,0 +1,69 @@
+"""Two gloo processes, parameters sharded by fully_shard: bit for bit what that gives plainly."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.integrations.sharded_worker import FSDP2
+from tests.integrations.test_ddp import ROOT, finish, free_port, start
+
+SECONDS = 500  # for all scenarios together, on a busy machine; plain FSDP takes a third of it
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two ranks has found, by scenario."""
+    folder = tmp_path_factory.mktemp("fsdp2")
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "NODE_RANK": "0"}
+    script = str(ROOT / "tests/integrations/sharded_worker.py")
+    outputs = [folder / f"{rank}.txt" for rank in range(2)]
+    processes = [
+        start(output, script, str(folder), "fsdp2", LOCAL_RANK=str(i), **place) for i, output in enumerate(outputs)
+    ]
+    if not finish(processes, SECONDS):
+        pytest.fail("\n".join(output.read_text()[-3000:] for output in outputs), pytrace=False)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", FSDP2)
+def test_each_rank_gives_what_it_gives_plainly(results: list[dict[str, Any]], name: str, rank: int) -> None:
+    """Losses, reduced gradients, this rank's shards, buffers, optimizer state and random streams, under each policy."""
+    assert results[rank][name].keys() == FSDP2[name].policies.keys()
+    for policy, found in results[rank][name].items():
+        assert found["difference"] == [], policy
+        assert found["gradients"] >= 4
+        assert found["some"] > 0
+        assert found["different"] == []
+        if policy not in ("auto", "one"):
+            assert found["units"] >= 3
+            assert found["replayed"] > 0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_peak_of_each_rank_falls_as_predicted(results: list[dict[str, Any]], rank: int) -> None:
+    found = results[rank]["peaks"]
+    assert found["full"] < 0.7 * found["plain"]
+    assert found["budget"] < 0.7 * found["plain"]
+    assert found["measured"] == pytest.approx(found["predicted"], rel=0.05)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_parameter_that_is_not_gathered_or_has_changed_raises(results: list[dict[str, Any]], rank: int) -> None:
+    """Never a wrong gradient."""
+    assert "sharded parameters are not gathered" in results[rank]["leaked"]
+    assert "were changed between forward and backward" in results[rank]["changed"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_is_not_supported_says_so(results: list[dict[str, Any]], rank: int) -> None:
+    assert results[rank]["out of memory"].startswith("NoMemoryLeft")
+    assert "its parameters are sharded" in results[rank]["out of memory"]
+    assert results[rank]["offload"].startswith("ConfigurationError: offload='disk'")
+    assert "sharded" in results[rank]["offload"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_checkpoints_can_be_resumed_under_any_policy(results: list[dict[str, Any]], rank: int) -> None:
+    assert results[rank]["resumed"] == [[]] * 4

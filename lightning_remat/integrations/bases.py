@@ -17,7 +17,7 @@ NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
 
 _PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
 
-_OURS = ("policy", "budget", "blocks", "offload", "verify", "margin", "retries", "verify_every_n_steps")
+_OURS = ("policy", "budget", "blocks", "offload", "verify", "margin", "retries", "verify_every_n_steps", "compiled")
 
 
 def resolve_base(base: Any, namespace: str) -> tuple[type | None, dict[str, Any]]:

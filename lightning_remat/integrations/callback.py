@@ -33,6 +33,7 @@ class RematCallback(Callback):
         margin: what is left free of the device where no budget is given.
         retries: how often a batch is run again when memory runs out.
         verify_every_n_steps: how often to verify.
+        compiled: whether compiled regions are held to the budget.
 
     Raises:
         ConfigurationError: an option that cannot work, a strategy that recomputes already, or one of Lightning's that
@@ -57,6 +58,7 @@ class RematCallback(Callback):
         margin: int | str = "5%",
         retries: int = 3,
         verify_every_n_steps: int | None = None,
+        compiled: str = "leave",
     ) -> None:
         self.remat = Remat(
             policy,
@@ -67,6 +69,7 @@ class RematCallback(Callback):
             margin=margin,
             retries=retries,
             verify_every_n_steps=verify_every_n_steps,
+            compiled=compiled,
         )
         self._guard = Guard(self.remat)
         self._strategy: Any = None

@@ -38,7 +38,7 @@ class RematStrategy(Recomputing, _Base):
         base: ``"auto"`` (what ``Trainer(strategy="auto")`` would choose), the name of a registered strategy
             (``"ddp"``, ``"ddp_find_unused_parameters_true"``, ...), or a strategy class. Supported are single devices
             and the DDP family.
-        policy, budget, blocks, offload, verify, margin, retries, verify_every_n_steps: see
+        policy, budget, blocks, offload, verify, margin, retries, verify_every_n_steps, compiled: see
             :class:`~lightning_remat.Remat`.
         **base_options: handed to the base class (``find_unused_parameters=True``, ``static_graph=True``, ...).
 
@@ -68,6 +68,7 @@ class RematStrategy(Recomputing, _Base):
         margin: int | str = "5%",
         retries: int = 3,
         verify_every_n_steps: int | None = None,
+        compiled: str = "leave",
         _namespace: str = NAMESPACES[0],
         **base_options: Any,
     ) -> None:
@@ -87,6 +88,7 @@ class RematStrategy(Recomputing, _Base):
             margin=margin,
             retries=retries,
             verify_every_n_steps=verify_every_n_steps,
+            compiled=compiled,
         )
         self._guard = Guard(self.remat)
         if base_class is None:

@@ -136,6 +136,7 @@ def plan_report(
     step_seconds: float | None = None,
     static_parts: Mapping[str, int] | None = None,
     timeline: Sequence[tuple[float, int]] | None = None,
+    compiled: str = "",
 ) -> PlanReport:
     """What there is to say about a plan.
 
@@ -148,6 +149,7 @@ def plan_report(
         static_parts: what the static memory is made of, in bytes, such as ``{"parameters": ..., "gradients": ...,
             "optimizer state": ...}``.
         timeline: measured memory of one step under the plan, see :class:`PlanReport`.
+        compiled: what there is to say of compiled regions; empty: nothing was compiled.
 
     Returns:
         The report. Takes about the time of two simulations.
@@ -159,5 +161,6 @@ def plan_report(
         measured_extra_seconds=measured_extra_seconds,
         step_seconds=step_seconds,
         static_parts=static_parts,
+        compiled=compiled,
     )
     return PlanReport(result, facts, tuple(timeline) if timeline is not None else None)

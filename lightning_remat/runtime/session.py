@@ -88,6 +88,10 @@ class Remat(Stepping):
             what begins to differ later (until then, gradients had it in them). The steps between cost nothing. A
             verified step needs more memory, so it waits for the next one while memory is being measured, and stops
             where memory runs out. Where nothing is dropped (``policy="none"``) there is nothing to verify.
+        compiled: ``"leave"``: what regions compiled by ``torch.compile`` save is left to their compiler. ``"budget"``
+            (with ``policy="auto"``): where no plan fits, regions that Inductor compiles are compiled again with another
+            activation budget, at most four times, until one was measured to fit. Their results have been the same bits
+            wherever that was measured, which no rule of the compiler's guarantees.
 
     Raises:
         ConfigurationError: an option that cannot work.
@@ -115,6 +119,7 @@ class Remat(Stepping):
         margin: int | str = "5%",
         retries: int = 3,
         verify_every_n_steps: int | None = None,
+        compiled: str = "leave",
     ) -> None:
         super().__init__(
             policy=policy,
@@ -125,6 +130,7 @@ class Remat(Stepping):
             margin=margin,
             retries=retries,
             verify_every_n_steps=verify_every_n_steps,
+            compiled=compiled,
         )
 
     def __reduce__(self) -> Any:
@@ -150,7 +156,8 @@ class Remat(Stepping):
             else ""
         )
         chosen = f" ({self._pilot.sentence})" if self._pilot is not None else ""
-        return f"recomputation policy {self.policy}{chosen}, {blocks or 'no blocks'}"
+        compiled = f"; {text}" if (text := self._compiled.sentence) else ""
+        return f"recomputation policy {self.policy}{chosen}, {blocks or 'no blocks'}{compiled}"
 
     @property
     def offload(self) -> Offload | None:
@@ -279,6 +286,7 @@ class Remat(Stepping):
                 measured_extra_seconds=main.extra_seconds,
                 static_parts=main.parts,
                 timeline=None if measured is None else measured.timeline,
+                compiled=self._compiled.sentence,
             )
         if self._ledger is None and self._counters.steps:
             return report_table(self.summary, self.blocks, None, "nothing is listed under a plan file, or 'none'")

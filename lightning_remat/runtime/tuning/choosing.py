@@ -51,6 +51,7 @@ class Chooser:
         error: a fault that makes planning impossible.
         transfer: says for a trace what is known of the place that its contents may move to; None: nothing moves.
         recompute: whether a plan may drop anything.
+        more_to_try: whether, where no plan fits, something else is tried before users are told.
     """
 
     def __init__(self, budget: int | float | None, margin: int | str, counters: Counters, warn: Once) -> None:
@@ -63,7 +64,13 @@ class Chooser:
         self._default: int | None = None
         self._frozen = False
         self.transfer: Callable[[Trace], Transfer | None] | None = None
+        self.more_to_try: Callable[[], bool] = lambda: False
         self.recompute = True
+
+    def tell(self, topic: str, text: str) -> None:
+        """Tell the user, unless something else is still to be tried."""
+        if not self.more_to_try():
+            self._warn(topic, text)
 
     def note(self, text: str) -> None:
         """Write a decision down."""
@@ -161,7 +168,7 @@ class Chooser:
             # Said of the user's own budget only, and not where measured peaks have moved the target.
             if static + target >= budget or error.smallest_bytes > budget:
                 said = planner.too_small(budget, static, parts)  # the target may be another one by now
-                self._warn("budget", f"{said} Training goes on under the plan with the smallest peak.")
+                self.tell("budget", f"{said} Training goes on under the plan with the smallest peak.")
             found = planner.result(static + planner.plain.peak_bytes, static)
             return replace(found, chosen=found.smallest)
 
@@ -203,7 +210,7 @@ class Chooser:
                         "somebody else takes what there is. Training goes on under that plan.",
                     )
                 elif tuner.best is None:
-                    self._warn(
+                    self.tell(
                         "budget",
                         f"budget={format_bytes(result.budget_bytes)} is not feasible: no plan was measured to fit, and "
                         f"the one with the smallest peak took {format_bytes(known.static + peak)}. Training goes on "

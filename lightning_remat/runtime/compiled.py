@@ -54,7 +54,7 @@ class CompiledRegions:
 
             self._inside.callback(register_bytecode_hook(self._compiled).remove)
         if shares is not None and shares.now < shares.top:
-            self._inside.enter_context(_held_to(shares.now))
+            self._inside.enter_context(held_to(shares.now))
 
     def end(self) -> None:
         """It was left; safe to repeat."""
@@ -103,7 +103,11 @@ class CompiledRegions:
             return False
         if not self._by_inductor():
             self.governed = False
-            self.counters.note("compiled regions are left as they are: Inductor has compiled none of them")
+            text = "Inductor has compiled none of the compiled regions, so that they are left as they are"
+            self.counters.note(text)
+            pilot.chooser.tell(
+                "budget", f"no plan was measured to fit a budget of {pilot.chooser.text}, and {text}. Training goes on."
+            )
             return False
         peaks = [t.measured for t in main.tuner.trials if t.measured is not None]
         peak = best.measured if best is not None else min(peaks, default=None)
@@ -168,7 +172,8 @@ def lasting(pilot: Pilot, roots: list[nn.Module]) -> dict[str, int]:
     return static_parts(roots, pilot.optimizers.of(roots), device_of(roots))
 
 
-def _held_to(share: float) -> Any:
+def held_to(share: float) -> Any:
+    """A context in which what Inductor compiles may save this share of what it would."""
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import get_custom_graph_passes
 

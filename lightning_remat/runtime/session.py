@@ -90,8 +90,9 @@ class Remat(Stepping):
             where memory runs out. Where nothing is dropped (``policy="none"``) there is nothing to verify.
         compiled: ``"leave"``: what regions compiled by ``torch.compile`` save is left to their compiler. ``"budget"``
             (with ``policy="auto"``): where no plan fits, regions that Inductor compiles are compiled again with another
-            activation budget, at most four times, until one was measured to fit. Their results have been the same bits
-            wherever that was measured, which no rule of the compiler's guarantees.
+            activation budget, by bisection among five, until one was measured to fit. No random number is drawn again;
+            but where Inductor fuses otherwise, gradients can differ in their last bits from those of the model as it
+            is compiled without. With ``"leave"`` they never do.
 
     Raises:
         ConfigurationError: an option that cannot work.

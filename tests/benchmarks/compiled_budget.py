@@ -96,6 +96,7 @@ def train(remat: Remat | None, sizes: dict[str, Any]) -> dict[str, Any]:
         remat.close()
     static = sum(p.nbytes for p in net.parameters())
     return {
+        "losses": [r.item() for r in results if r.ndim == 0],
         "results": results,
         "peak_bytes": static + peak,
         "step_seconds": statistics.median(seconds[-5:]),
@@ -130,11 +131,22 @@ def main(
         budget = int(share * plain["peak_bytes"])
         rows.append({"budget_bytes": budget, **train(Remat(budget=budget, compiled="budget"), sizes)})
     table = Table(title=f"compiled {'as a whole' if whole else 'block by block'}, {sizes}")
-    for head in ("budget", "activation budget", "measured peak", "of plain", "step ms", "compilations", "same bits"):
+    for head in (
+        "budget",
+        "activation budget",
+        "measured peak",
+        "of plain",
+        "step ms",
+        "compilations",
+        "same bits",
+        "losses differ",
+    ):
         table.add_column(head, justify="right")
     for row in rows:
         found = row.pop("results")
         row["same"] = all(torch.equal(a, b) for a, b in zip(plain.get("results", found), found, strict=True))
+        pairs = zip(plain["losses"], row["losses"], strict=True)
+        row["losses_differ"] = max(abs(a - b) / abs(a) for a, b in pairs)
         table.add_row(
             "compiled, without remat" if row["budget_bytes"] is None else format_bytes(row["budget_bytes"]),
             "" if row["activation_budget"] is None else f"{row['activation_budget']:g}",
@@ -142,7 +154,8 @@ def main(
             f"{row['peak_bytes'] / plain['peak_bytes']:.2f}",
             f"{row['step_seconds'] * 1e3:.1f}",
             str(row["compilations"]),
-            "yes" if row["same"] else "NO",
+            "yes" if row["same"] else "no",
+            f"{row['losses_differ']:.1e}" if row["losses_differ"] else "nowhere",
         )
     Console(width=140).print(table)
     if json_file is not None:

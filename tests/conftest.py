@@ -35,6 +35,7 @@ WRITTEN_BY_LIBRARIES = {
     "WORLD_SIZE",
     "OMP_NUM_THREADS",  # they, too, for their child processes
     "TORCHINDUCTOR_CACHE_DIR",  # torch.compile
+    "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",  # likewise, for what it builds for the CPU
     "TRITON_CACHE_DIR",
 }
 

@@ -36,6 +36,7 @@ def test_options() -> None:
         "margin": "5%",
         "retries": 3,
         "verify_every_n_steps": None,
+        "compiled": "leave",
     }
     parameters = inspect.signature(Remat).parameters
     assert {name: p.default for name, p in parameters.items()} == options

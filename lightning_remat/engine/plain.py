@@ -19,6 +19,7 @@ from threading import Lock
 from typing import Any
 
 import torch
+from torch._guards import TracingContext
 from torch.utils import _python_dispatch as dispatch
 
 _excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
@@ -95,6 +96,10 @@ def _unpatch(entries: list[Any], entry: Any) -> None:
 
 
 def _run_backward(*args: Any, **kwargs: Any) -> Any:
+    if TracingContext.try_get() is not None:
+        # The compiler, tracing the backward of what it compiles: no pass of the step's.
+        assert _original is not None
+        return _original(*args, **kwargs)
     whole = False
     try:
         found = _without_modes(*args, **kwargs)

@@ -18,7 +18,18 @@ NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
 
 _PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
 
-_OURS = ("policy", "budget", "blocks", "offload", "verify", "margin", "retries", "verify_every_n_steps", "share_plan")
+_OURS = (
+    "policy",
+    "budget",
+    "blocks",
+    "offload",
+    "verify",
+    "margin",
+    "retries",
+    "verify_every_n_steps",
+    "compiled",
+    "share_plan",
+)
 
 
 def resolve_base(base: Any, namespace: str) -> tuple[type | None, dict[str, Any]]:

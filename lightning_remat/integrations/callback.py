@@ -34,6 +34,7 @@ class RematCallback(Callback):
         margin: what is left free of the device where no budget is given.
         retries: how often a batch is run again when memory runs out.
         verify_every_n_steps: how often to verify.
+        compiled: whether compiled regions are held to the budget.
         share_plan: the processes follow one plan, see :class:`~lightning_remat.RematStrategy`.
 
     Raises:
@@ -59,6 +60,7 @@ class RematCallback(Callback):
         margin: int | str = "5%",
         retries: int = 3,
         verify_every_n_steps: int | None = None,
+        compiled: str = "leave",
         share_plan: bool = False,
     ) -> None:
         self.remat = Remat(
@@ -70,6 +72,7 @@ class RematCallback(Callback):
             margin=margin,
             retries=retries,
             verify_every_n_steps=verify_every_n_steps,
+            compiled=compiled,
         )
         self._guard = Guard(self.remat)
         self._agreement = Agreement(self.remat) if share_plan else None

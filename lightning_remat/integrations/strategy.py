@@ -41,7 +41,7 @@ class RematStrategy(Recomputing, _Base):
             (``"ddp"``, ``"ddp_find_unused_parameters_true"``, ``"fsdp"``, ...), ``"ModelParallelStrategy"``, or a
             strategy class. Supported are single devices,
             the DDP family, ``FSDPStrategy`` and ``ModelParallelStrategy``.
-        policy, budget, blocks, offload, verify, margin, retries, verify_every_n_steps: see
+        policy, budget, blocks, offload, verify, margin, retries, verify_every_n_steps, compiled: see
             :class:`~lightning_remat.Remat`.
         share_plan: the processes follow one plan under a budget, as long as their steps are the same sequence of ops:
             the one with least room decides. Each by itself has the fastest plan for its own batches; with one for all,
@@ -74,6 +74,7 @@ class RematStrategy(Recomputing, _Base):
         margin: int | str = "5%",
         retries: int = 3,
         verify_every_n_steps: int | None = None,
+        compiled: str = "leave",
         share_plan: bool = False,
         _namespace: str = NAMESPACES[0],
         **base_options: Any,
@@ -94,6 +95,7 @@ class RematStrategy(Recomputing, _Base):
             margin=margin,
             retries=retries,
             verify_every_n_steps=verify_every_n_steps,
+            compiled=compiled,
         )
         self._guard = Guard(self.remat)
         self._agreement = Agreement(self.remat) if share_plan else None

@@ -91,6 +91,7 @@ class PlanFacts:
         fetched_bytes: what of it is read back; the rest has not gone yet when it is asked for.
         waited_seconds: the part of the predicted extra time in which the step waits for transfers.
         hidden: share of the transfers' time in which it goes on, without the latencies of reads; None: nothing moves.
+        compiled: what compiled regions did, in words; empty: nothing was compiled.
     """
 
     device: str
@@ -120,6 +121,7 @@ class PlanFacts:
     fetched_bytes: int = 0
     waited_seconds: float = 0.0
     hidden: float | None = None
+    compiled: str = ""
 
 
 def facts_of(
@@ -130,6 +132,7 @@ def facts_of(
     measured_extra_seconds: float | None = None,
     step_seconds: float | None = None,
     static_parts: Mapping[str, int] | None = None,
+    compiled: str = "",
 ) -> PlanFacts:
     """Everything that is to be said about a plan. The arguments are those of :func:`plan_report`."""
     trace, chosen = result.trace, result.chosen
@@ -170,6 +173,7 @@ def facts_of(
         fetched_bytes=ours.fetched_bytes,
         waited_seconds=ours.waited_seconds,
         hidden=_hidden(trace, ours, result.transfer),
+        compiled=compiled,
     )
 
 

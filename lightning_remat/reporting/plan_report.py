@@ -143,6 +143,7 @@ def plan_report(
     static_parts: Mapping[str, int] | None = None,
     timeline: Sequence[tuple[float, int]] | None = None,
     ranks: Sequence[RankFigures] = (),
+    compiled: str = "",
 ) -> PlanReport:
     """What there is to say about a plan.
 
@@ -156,6 +157,7 @@ def plan_report(
             "optimizer state": ...}``.
         timeline: measured memory of one step under the plan, see :class:`PlanReport`.
         ranks: figures of the plan of each process.
+        compiled: what there is to say of compiled regions; empty: nothing was compiled.
 
     Returns:
         The report. Takes about the time of two simulations.
@@ -167,5 +169,6 @@ def plan_report(
         measured_extra_seconds=measured_extra_seconds,
         step_seconds=step_seconds,
         static_parts=static_parts,
+        compiled=compiled,
     )
     return PlanReport(result, facts, tuple(timeline) if timeline is not None else None, tuple(ranks))

@@ -62,6 +62,8 @@ def since(now: Counters, before: Counters) -> Counters:
         last_bytes_in=now.last_bytes_in,
         last_transfer_seconds=now.last_transfer_seconds,
         last_waited_seconds=now.last_waited_seconds,
+        compilations=now.compilations - before.compilations,
+        activation_budget=now.activation_budget,
         notes=now.notes[len(before.notes) :],
     )
 

@@ -82,6 +82,8 @@ def notes(facts: PlanFacts) -> list[tuple[str, str]]:
                 f"{format_seconds(facts.waited_seconds)}{hidden}, predicted{_beside(facts)}",
             )
         )
+    if facts.compiled:
+        found.append(("compiled", facts.compiled))
     if facts.blocks:
         ends = facts.blocks[0] if len(facts.blocks) == 1 else f"{facts.blocks[0]} ... {facts.blocks[-1]}"
         found.append(("blocks", f"{len(facts.blocks)}: {ends}"))

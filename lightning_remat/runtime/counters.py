@@ -38,6 +38,8 @@ class Counters:
         last_bytes_in: likewise.
         last_transfer_seconds: likewise.
         last_waited_seconds: likewise.
+        compilations: graphs that were compiled by ``torch.compile`` in steps.
+        activation_budget: share of what their compiler would save that compiled regions may; None: it is left to it.
         notes: what was decided and why, in order.
 
     Example:
@@ -69,6 +71,8 @@ class Counters:
     last_bytes_in: int = 0
     last_transfer_seconds: float = 0.0
     last_waited_seconds: float = 0.0
+    compilations: int = 0
+    activation_budget: float | None = None
     notes: list[str] = field(default_factory=list)
 
     @property

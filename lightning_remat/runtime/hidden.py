@@ -41,7 +41,7 @@ from lightning_remat.engine.offload import (
     transfer,
 )
 from lightning_remat.engine.opaque import hide_from_compiler
-from lightning_remat.runtime import measuring, memory, saying, static, tracer, tracing
+from lightning_remat.runtime import compiled, measuring, memory, saying, static, tracer, tracing
 from lightning_remat.runtime.tuning import choosing, fallback, from_file, known, pilot, relief, resting
 
 
@@ -88,5 +88,17 @@ def hide_from_the_compiler() -> None:
     )
     # A step that is traced, planned or measured runs these inside of what may be compiled.
     hide_from_compiler(
-        choosing, fallback, from_file, known, measuring, memory, pilot, relief, resting, static, tracer, tracing
+        choosing,
+        compiled,
+        fallback,
+        from_file,
+        known,
+        measuring,
+        memory,
+        pilot,
+        relief,
+        resting,
+        static,
+        tracer,
+        tracing,
     )

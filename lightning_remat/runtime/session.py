@@ -90,6 +90,11 @@ class Remat(Stepping):
             what begins to differ later (until then, gradients had it in them). The steps between cost nothing. A
             verified step needs more memory, so it waits for the next one while memory is being measured, and stops
             where memory runs out. Where nothing is dropped (``policy="none"``) there is nothing to verify.
+        compiled: ``"leave"``: what regions compiled by ``torch.compile`` save is left to their compiler. ``"budget"``
+            (with ``policy="auto"``): where no plan fits, regions that Inductor compiles are compiled again with another
+            activation budget, by bisection among five, until one was measured to fit. No random number is drawn again;
+            but where Inductor fuses otherwise, gradients can differ in their last bits from those of the model as it
+            is compiled without. With ``"leave"`` they never do.
 
     Raises:
         ConfigurationError: an option that cannot work.
@@ -117,6 +122,7 @@ class Remat(Stepping):
         margin: int | str = "5%",
         retries: int = 3,
         verify_every_n_steps: int | None = None,
+        compiled: str = "leave",
     ) -> None:
         super().__init__(
             policy=policy,
@@ -127,6 +133,7 @@ class Remat(Stepping):
             margin=margin,
             retries=retries,
             verify_every_n_steps=verify_every_n_steps,
+            compiled=compiled,
         )
 
     ranks: tuple[RankFigures, ...] = ()
@@ -155,7 +162,8 @@ class Remat(Stepping):
             else ""
         )
         chosen = f" ({self._pilot.sentence})" if self._pilot is not None else ""
-        return f"recomputation policy {self.policy}{chosen}, {blocks or 'no blocks'}"
+        compiled = f"; {text}" if (text := self._compiled.sentence) else ""
+        return f"recomputation policy {self.policy}{chosen}, {blocks or 'no blocks'}{compiled}"
 
     @property
     def offload(self) -> Offload | None:
@@ -285,6 +293,7 @@ class Remat(Stepping):
                 static_parts=main.parts,
                 timeline=None if measured is None else measured.timeline,
                 ranks=self.ranks,
+                compiled=self._compiled.sentence,
             )
         if self._ledger is None and self._counters.steps:
             return report_table(self.summary, self.blocks, None, "nothing is listed under a plan file, or 'none'")

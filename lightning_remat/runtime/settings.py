@@ -31,6 +31,7 @@ class Settings:
         retries: how often a batch is run again after out-of-memory.
         verify_every_n_steps: how often replay is held against the truth; None: never.
         offload: where what is kept may go; None: it stays.
+        compiled: ``"budget"`` or ``"leave"``: whether the activation budget of compiled regions is chosen.
     """
 
     policy: Policy
@@ -43,6 +44,7 @@ class Settings:
     verify_every_n_steps: int | None
     recompute: bool = True
     offload: Offload | None = None
+    compiled: str = "leave"
 
 
 def checked(
@@ -54,6 +56,7 @@ def checked(
     margin: Any = "5%",
     retries: Any = 3,
     verify_every_n_steps: Any = None,
+    compiled: Any = "leave",
 ) -> Settings:
     """Settings from options as users give them.
 
@@ -71,6 +74,7 @@ def checked(
     if verify_every_n_steps is not None:
         _check_count("verify_every_n_steps", verify_every_n_steps, least=1, otherwise="None for never")
     auto = isinstance(policy, str) and policy == "auto"
+    _check_compiled(compiled, policy, auto)
     offload_only = isinstance(policy, str) and policy == OFFLOAD_ONLY.name
     if budget is not None and not (auto or offload_only):
         raise ConfigurationError(
@@ -95,7 +99,9 @@ def checked(
             "in the run that made it, or make a plan without."
         )
     planned = auto or (offload_only and size is not None)
-    return Settings(parsed, planned, size, path, plan, margin, retries, verify_every_n_steps, not offload_only, place)
+    return Settings(
+        parsed, planned, size, path, plan, margin, retries, verify_every_n_steps, not offload_only, place, compiled
+    )
 
 
 def _check_place(policy: Any, parsed: Policy, offload: Any) -> None:
@@ -109,6 +115,20 @@ def _check_place(policy: Any, parsed: Policy, offload: Any) -> None:
         raise ConfigurationError(
             f"policy={policy!r} moves what is kept, and nothing says where to: give offload='cpu' (host memory) or "
             "offload='disk', or take policy='none', which keeps everything on the device."
+        )
+
+
+def _check_compiled(compiled: Any, policy: Any, auto: bool) -> None:
+    """Refuse what is no way of treating compiled regions, or one that nothing would come of."""
+    if compiled not in ("leave", "budget"):
+        raise ConfigurationError(
+            f"compiled={compiled!r} is unknown; give 'leave' (what compiled regions save is left to their compiler) or "
+            "'budget' (it is held to the budget, by compiling them again with another activation budget)."
+        )
+    if compiled == "budget" and not auto:
+        raise ConfigurationError(
+            f"compiled='budget' and policy={policy!r} contradict each other: what compiled regions save is chosen from "
+            "a budget. Use policy='auto' (with budget=, or for what the device has), or compiled='leave'."
         )
 
 

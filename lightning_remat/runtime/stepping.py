@@ -31,6 +31,7 @@ from lightning_remat.engine.verify import Verifier
 from lightning_remat.engine.writes import always
 from lightning_remat.errors import ConfigurationError
 from lightning_remat.runtime.binding import Binding
+from lightning_remat.runtime.compiled import CompiledRegions, lasting
 from lightning_remat.runtime.counters import Counters
 from lightning_remat.runtime.discovery import Discovery
 from lightning_remat.runtime.hidden import hide_from_the_compiler
@@ -100,6 +101,7 @@ class Stepping:
         self._binding = self._new_binding(self._policy)
         self._memory: Memory | None = None  # from a checkpoint, until a step begins with it
         self._meeting = False  # the model is to be met although there is a plan already
+        self._compiled = CompiledRegions(self._counters, self._settings.compiled == "budget")
         self._pilot = self._new_pilot()
         self._blocks: list[str] = []
         self._depth = 0
@@ -130,7 +132,27 @@ class Stepping:
             pilot.never_drop(op)
         if isinstance(pilot, Pilot) and self._memory is not None:
             self._memory.recall(pilot)
+        if isinstance(pilot, Pilot):
+            regions = self._compiled
+            pilot.chooser.more_to_try = lambda: regions.may_give_more
         return pilot
+
+    def _look_at_compiled(self) -> None:
+        """See whether compiled regions get another activation budget; then steps are others than those known."""
+        pilot = self._pilot
+        if not isinstance(pilot, Pilot) or not self._compiled.governed:
+            return
+        pilot.conclude_if_over()
+        if self._compiled.look_at(pilot):
+            roots = pilot.roots
+            before = lasting(pilot, roots)
+            self._readiness.end()  # which looks after its tape
+            pilot.close()
+            self._memory = None
+            fresh = self._pilot = self._new_pilot()
+            assert isinstance(fresh, Pilot)  # the options are the same
+            fresh.meet(roots)
+            fresh.before = before
 
     @property
     def counters(self) -> Counters:
@@ -246,6 +268,7 @@ class Stepping:
         try:
             self._begin()
         except BaseException:
+            self._compiled.end()
             self._end()
             self._depth -= 1
             raise
@@ -256,6 +279,8 @@ class Stepping:
     ) -> None:
         """End it. Backward may run before or after."""
         self._depth -= 1
+        if self._depth == 0:
+            self._compiled.end()
         if self._depth == 0 and self._resting:
             self._resting = False
             self._counters.steps += kind is None
@@ -273,6 +298,8 @@ class Stepping:
 
     def _begin(self) -> None:
         self._clock.on_replay = None
+        self._look_at_compiled()
+        self._compiled.begin()
         if self._pilot is not None and self._pilot.resting(self.guarded):
             self._resting = True
             self._recorded = 0

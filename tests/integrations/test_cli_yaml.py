@@ -18,6 +18,7 @@ OPTIONS: dict[str, Any] = {
     "margin": "5%",
     "retries": 2,
     "verify_every_n_steps": 2,
+    "compiled": "leave",
 }
 
 

@@ -54,6 +54,7 @@ class Chooser:
         wishes: for each entry, by its number, the plan that this process would follow by itself.
         shared: for a sequence of ops, by its names, what the plan drops that all processes follow (see
             ``integrations/sharing.py``).
+        more_to_try: whether, where no plan fits, something else is tried before users are told.
     """
 
     def __init__(self, budget: int | float | None, margin: int | str, counters: Counters, warn: Once) -> None:
@@ -66,9 +67,15 @@ class Chooser:
         self._default: int | None = None
         self._frozen = False
         self.transfer: Callable[[Trace], Transfer | None] | None = None
+        self.more_to_try: Callable[[], bool] = lambda: False
         self.recompute = True
         self.wishes: dict[int, Candidate] = {}
         self.shared: dict[str, tuple[bool, ...]] = {}
+
+    def tell(self, topic: str, text: str) -> None:
+        """Tell the user, unless something else is still to be tried."""
+        if not self.more_to_try():
+            self._warn(topic, text)
 
     def note(self, text: str) -> None:
         """Write a decision down."""
@@ -184,7 +191,7 @@ class Chooser:
             # Said of the user's own budget only, and not where measured peaks have moved the target.
             if static + target >= budget or error.smallest_bytes > budget:
                 said = planner.too_small(budget, static, parts)  # the target may be another one by now
-                self._warn("budget", f"{said} Training goes on under the plan with the smallest peak.")
+                self.tell("budget", f"{said} Training goes on under the plan with the smallest peak.")
             found = planner.result(static + planner.plain.peak_bytes, static)
             return replace(found, chosen=found.smallest)
 
@@ -233,7 +240,7 @@ class Chooser:
                         "somebody else takes what there is. Training goes on under that plan.",
                     )
                 elif tuner.best is None:
-                    self._warn(
+                    self.tell(
                         "budget",
                         f"budget={format_bytes(result.budget_bytes)} is not feasible: no plan was measured to fit, and "
                         f"the one with the smallest peak took {format_bytes(known.static + peak)}. Training goes on "

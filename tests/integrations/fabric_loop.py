@@ -77,7 +77,7 @@ class Loop:
             gradients.append({n: None if p.grad is None else p.grad.clone() for n, p in module.named_parameters()})
             if steps:
                 if self.clip is not None:
-                    fabric.clip_gradients(model, optimizer, max_norm=self.clip)
+                    fabric.clip_gradients(model, optimizer, max_norm=self.clip, error_if_nonfinite=False)
                 optimizer.step()
                 optimizer.zero_grad()
         scaler = getattr(fabric._precision, "scaler", None)

@@ -34,8 +34,8 @@ def snapshot_of(changes: Sequence[Change]) -> Snapshot:
     for module in modules:
         if any(isinstance(m, DistributedDataParallel) for m in module.modules()):
             raise ConfigurationError(
-                f"attempt(step, {type(module).__name__}): the model is a replica (DistributedDataParallel), and the other "
-                "processes would not know that its step is run again. Run the step without attempt, with a smaller "
-                "budget=; or train with Lightning's Trainer and RematStrategy(base='ddp'), which does this."
+                f"attempt(step, {type(module).__name__}): the model is a replica (DistributedDataParallel), and the "
+                "other processes would not know that its step is run again. Run the step without attempt, with a "
+                "smaller budget=; or train with Lightning's Trainer and RematStrategy(base='ddp'), which does this."
             )
     return Snapshot(modules, optimizers, manual=bool(optimizers), scalers=scalers, schedulers=schedulers)

@@ -19,6 +19,7 @@ OPTIONS: dict[str, Any] = {
     "retries": 2,
     "verify_every_n_steps": 2,
     "compiled": "leave",
+    "share_plan": False,
 }
 
 

@@ -136,6 +136,21 @@ class CompiledRegions:
             self.compile_anew()
         return changed
 
+    def tighten(self) -> str | None:
+        """A step has run out of memory under the least that plans can do: hold its regions to less.
+
+        Returns:
+            What that is, in words; None if there is no other activation budget that may take less.
+        """
+        shares = self.shares
+        if not self.governed or shares is None or not self._by_inductor():
+            return None
+        if not shares.ran_out():
+            return None
+        self.counters.activation_budget = shares.now
+        self.compile_anew()
+        return f"with compiled regions held to an activation budget of {shares.now:g}"
+
     def compile_anew(self) -> None:
         """Let the code that was compiled for our steps be compiled again when it runs next."""
         dynamo: Any = sys.modules.get("torch._dynamo.convert_frame")
@@ -156,6 +171,28 @@ class CompiledRegions:
         codes = [code for found in list(self._codes.values()) if (code := found()) is not None]
         backends = [innermost_backend(entry.backend) for code in codes for entry in _entries(code)]
         return any(getattr(backend, "compiler_name", None) == "inductor" for backend in backends)
+
+    # ------------------------------------------------------------------ over checkpoints
+
+    def state(self, budget: int | float | None) -> dict[str, Any] | None:
+        """What a run that is resumed under the same budget begins with, as plain data; None: as without."""
+        shares = self.shares
+        if not self.governed or shares is None or shares.now >= shares.top:
+            return None
+        return {"share": shares.now, "budget": budget}
+
+    def resume(self, state: Any, budget: int | float | None) -> None:
+        """Begin with the activation budget of another run, so that nothing is compiled twice to find it.
+
+        It is held against what is measured, like any other. What is no such state is passed over.
+        """
+        share = state.get("share") if isinstance(state, dict) else None
+        if not self.governed or self._codes or not isinstance(share, float) or state.get("budget") != budget:
+            return
+        top = _activation_budget()
+        if 0 < share < top:
+            self.shares = Shares(top, share)
+            self.counters.activation_budget = share
 
     @property
     def sentence(self) -> str:

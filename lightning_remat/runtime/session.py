@@ -325,7 +325,8 @@ class Remat(Stepping):
         pilot = self._pilot if isinstance(self._pilot, Pilot) else None
         if pilot is not None and not self._depth:
             pilot.conclude_if_over()
-        return remembering.write(self._counters, self._kept_ops, pilot)
+        state = remembering.write(self._counters, self._kept_ops, pilot)
+        return state | {"compiled": self._compiled.state(self._settings.budget)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what another run learned, from the next step on; before or after :meth:`bind`.
@@ -338,6 +339,7 @@ class Remat(Stepping):
         if found is None:
             return
         found.count(self._counters)
+        self._compiled.resume(state.get("compiled"), self._settings.budget)
         for op in found.kept_ops:
             self._never_again(op)
         if found.memory is not None and isinstance(self._pilot, Pilot):

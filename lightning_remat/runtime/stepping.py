@@ -144,15 +144,28 @@ class Stepping:
             return
         pilot.conclude_if_over()
         if self._compiled.look_at(pilot):
-            roots = pilot.roots
-            before = lasting(pilot, roots)
-            self._readiness.end()  # which looks after its tape
-            pilot.close()
-            self._memory = None
-            fresh = self._pilot = self._new_pilot()
-            assert isinstance(fresh, Pilot)  # the options are the same
-            fresh.meet(roots)
-            fresh.before = before
+            self._learn_anew(pilot)
+
+    def tighten_compiled(self) -> str | None:
+        """Hold compiled regions to less, after memory ran out; what was done, in words, or None."""
+        pilot = self._pilot
+        words = self._compiled.tighten() if isinstance(pilot, Pilot) else None
+        if words is not None:
+            assert isinstance(pilot, Pilot)  # or there were no words
+            self._learn_anew(pilot)
+        return words
+
+    def _learn_anew(self, pilot: Pilot) -> None:
+        """Forget what is known of steps: they are others from now on."""
+        roots = pilot.roots
+        before = lasting(pilot, roots)
+        self._readiness.end()  # which looks after its tape
+        pilot.close()
+        self._memory = None
+        fresh = self._pilot = self._new_pilot()
+        assert isinstance(fresh, Pilot)  # the options are the same
+        fresh.meet(roots)
+        fresh.before = before
 
     @property
     def counters(self) -> Counters:

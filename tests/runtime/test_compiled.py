@@ -197,6 +197,67 @@ def test_graph_breaks_and_shapes_are_not_compiled_for_ever() -> None:
     assert counter.frame_count == 1
 
 
+@QUIET
+@pytest.mark.filterwarnings("ignore:.*no plan was measured to fit|.*budget=")
+def test_out_of_memory_and_a_run_that_is_resumed() -> None:
+    """Regions are held to less once plans can do no more; the next run begins there and compiles for that only."""
+
+    def run(remat: Remat | None, steps: int, room: bool, state: Any = None) -> tuple[list[Tensor], Any]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        net = nn.Sequential(Net("dropout"), Net("dropout"))
+        net[1].compile()
+        found: list[Tensor] = []
+        if remat is not None:
+            if state is not None:
+                remat.load_state_dict(state)
+            remat.bind(net)
+        x = torch.randn(256, 8)
+
+        def step() -> Tensor:
+            with remat or nullcontext():
+                loss = net(x).square().mean()
+            share = None if remat is None else remat.counters.activation_budget
+            if not room and share is not None and share > 0.5:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 MiB. (This is made up.)")
+            loss.backward()
+            return loss.detach()
+
+        for _ in range(steps):
+            found.append(step() if remat is None else remat.attempt(step, net))
+            found += [p.grad.clone() for p in net.parameters() if p.grad is not None]
+            net.zero_grad()
+        left = None if remat is None else remat.state_dict()
+        if remat is not None:
+            remat.close()
+        torch._dynamo.reset()
+        return [*found, torch.get_rng_state()], left
+
+    def same(a: list[Tensor], b: list[Tensor]) -> bool:
+        return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+    plain, _ = run(None, 12, room=True)
+    remat = Remat(budget="60KiB", compiled="budget", retries=3)
+    got, state = run(remat, 12, room=False)
+    assert same(plain, got)
+    assert remat.counters.retried_batches >= 1
+    share = remat.counters.activation_budget
+    assert share is not None
+    assert share <= 0.5
+    assert any("compiled regions held to an activation budget" in note for note in remat.counters.notes)
+    assert state["compiled"] == {"share": share, "budget": 60 * 1024}
+
+    resumed = Remat(budget="60KiB", compiled="budget")
+    got, _ = run(resumed, 12, room=True, state=state)
+    assert same(plain, got)
+    assert resumed.counters.activation_budget == share
+    assert resumed.counters.compilations - remat.counters.compilations <= 2  # of a traced and of a planned step
+    other = Remat(budget="10MiB", compiled="budget")  # begins as without the state
+    got, _ = run(other, 3, room=True, state=state)
+    assert same(plain[: len(got) - 1], got[:-1])
+    assert other.counters.activation_budget == 1.0
+
+
 class Lit(LightningModule):
     """Blocks of which one is compiled; what is between them is the tape's."""
 

@@ -51,6 +51,7 @@ class Tightening:
         remat = self.remat
         remat.press()
         words = remat.pilot.tighten(asked) if remat.pilot is not None else self._leaner()
+        words = words or remat.tighten_compiled()
         tighter = words is not None
         words = words or "as before, with all caches emptied"
         if self._tried[-1] != words:

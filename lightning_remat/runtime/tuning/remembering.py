@@ -199,7 +199,7 @@ def _read_counters(figures: Mapping[str, Any]) -> dict[str, Any]:
         elif value is None:
             sound = "None" in str(field.type)
         else:
-            number = (int, float) if field.type == "float" else (int,)
+            number = (int, float) if "float" in str(field.type) else (int,)
             sound = isinstance(value, number) and not isinstance(value, bool) and value >= 0
         if not sound:
             raise ValueError(f"counter {field.name} is {value!r}")

@@ -64,6 +64,21 @@ class Shares:
         self.now = ahead[(len(ahead) - 1) // 2] if ahead else self._best()
         return self.now != before
 
+    def ran_out(self) -> bool:
+        """Memory ran out under the share in force, whatever was done about the rest.
+
+        Returns:
+            Whether another is in force now: the smallest that nothing is known of, which leaves most room for the next
+            try; failing that, the one with the smallest measured peak. What comes of it is to be learned as ever.
+        """
+        before = self.now
+        self.found[before] = None, False
+        unknown = [share for share in self.grid if share < before and share not in self.found]
+        known = [share for share, (peak, _) in self.found.items() if peak is not None and share < before]
+        self.now = min(unknown, default=self._lowest() if known else before)
+        self.settled = False
+        return self.now != before
+
     def _best(self) -> float:
         fitting = [share for share, (_, fits) in self.found.items() if fits]
         return max(fitting) if fitting else self._lowest()

@@ -53,3 +53,18 @@ def test_out_of_memory_and_a_user_who_has_set_less() -> None:
     assert searched({1.0: None, 0.5: None, 0.25: None, 0.05: 7}, 6).now == 0.05
     assert searched({0.5: 9, 0.25: 6}, 6, top=0.5).now == 0.25
     assert min(GRID) > 0  # at 0 the compiler draws random numbers anew in backward
+
+
+def test_memory_that_runs_out_in_the_middle() -> None:
+    """The smallest unknown share first; then what is known to have taken least; bisection goes on from there."""
+    shares = Shares()
+    assert shares.ran_out()
+    assert shares.now == GRID[-1]
+    assert shares.learn(100, True)  # and larger ones are tried
+    assert GRID[-1] < shares.now < 1.0
+    assert not Shares(now=GRID[-1]).ran_out()
+    known = Shares()
+    for share, peak in zip((1.0, *GRID), (100, 90, 60, 50, 70), strict=True):
+        known.found[share] = peak, True
+    assert known.ran_out()
+    assert known.now == 0.25

@@ -179,6 +179,26 @@ def test_offload(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, p
     assert "TRL" in left_out or "TRL" in rows
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=RunIf(cuda=True))])
+def test_accelerator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str) -> None:
+    """All eager ways run, ours in plain's bits and with less memory; a real shortage is CUDA's."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)  # the script sets it
+    written = run(monkeypatch, "gpu.py", tmp_path, "--small", "--no-compiled", "--device", device, small=())
+
+    rows = {row["variant"]: row for row in written["eager"]["rows"]}
+    ours = {name for name, row in rows.items() if row["ours"]}
+    assert ours == {"remat full", "remat selective", "remat auto 75%", "remat auto 50%", "remat auto 30%"}
+    assert len(rows) == len(ours) + 4
+    assert not any(rows[name]["different"] for name in ours)
+    assert all(rows[name]["of_plain"] < 0.8 for name in ours)
+    assert written["eager"]["notes"] == []
+    if device == "cpu":
+        assert "left_out" in written["shortage"]
+    else:
+        assert written["shortage"]["plain_failed"]
+        assert written["shortage"]["same_bits"]
+
+
 def test_copies_beside_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time in which two kernels run counts once, and so does time in which two copies run."""
     monkeypatch.syspath_prepend(HERE)

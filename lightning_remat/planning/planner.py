@@ -106,19 +106,24 @@ class Planner:
         others = sum(net for kind, _, net in self.trace.events[:peak_event] if kind == OTHER)
         kind, top, _ = self.trace.events[peak_event] if self.trace.events else (OTHER, 0, 0)
         others = max(0, others + (max(0, top) if kind == OTHER else 0))
-        largest = max(self.trace.ops, key=lambda op: op.scratch + sum(self.trace.nbytes[v] for v in op.outputs))
-        size = largest.scratch + sum(self.trace.nbytes[v] for v in largest.outputs)
         makeup.append(f"gradients and other memory of the step {format_bytes(others)}")
         makeup.append(f"activations and their recomputation {format_bytes(smallest.peak_bytes - others)}")
-        where = f" in {largest.module}" if largest.module else ""
         ways = "" if self.transfer is not None else ", or let values leave with offload="
         return BudgetError(
             f"budget={format_bytes(budget)} is not feasible: the smallest peak of any plan found is "
-            f"{format_bytes(need)}, {need:,} bytes ({', '.join(makeup)}; the largest single op, {largest.name}{where}, "
-            f"takes {format_bytes(size)}). Raise the budget to that, use a smaller batch or shorter sequences{ways}.",
+            f"{format_bytes(need)}, {need:,} bytes ({', '.join(makeup)}; {self._largest_op()}). Raise the budget to "
+            f"that, use a smaller batch or shorter sequences{ways}.",
             budget,
             need,
         )
+
+    def _largest_op(self) -> str:
+        sizes = [op.scratch + sum(self.trace.nbytes[v] for v in op.outputs) for op in self.trace.ops]
+        if not sizes:
+            return "no op of it can be planned, as where all is compiled"
+        size, op = max(zip(sizes, self.trace.ops, strict=True), key=lambda pair: pair[0])
+        where = f" in {op.module}" if op.module else ""
+        return f"the largest single op, {op.name}{where}, takes {format_bytes(size)}"
 
     def judge(self, drop: Sequence[bool]) -> Candidate:
         """A plan with what the simulator says about it; every plan is simulated once."""

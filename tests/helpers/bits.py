@@ -14,6 +14,8 @@ def difference_in_bits(a: Any, b: Any, where: str = "") -> list[str]:
     Minus zero differs from zero here, and a NaN equals a NaN of the same bits.
     """
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        if hasattr(a, "to_local") and type(a) is type(b):  # a DTensor: each process compares what it has
+            return _tensors(a.to_local(), b.to_local(), where)
         return _tensors(a, b, where)
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         return [] if a.dtype == b.dtype and a.tobytes() == b.tobytes() else [f"{where}: arrays differ"]

@@ -8,8 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, callbacks
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 
@@ -150,13 +155,9 @@ CASES = {
     "SWA": Case(
         options={"max_epochs": 4}, callbacks=lambda: [StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1)]
     ),
+    "weight averaging": Case(options={"max_epochs": 2}, callbacks=lambda: [WeightAveraging()]),
+    "EMA": Case(options={"max_epochs": 2}, callbacks=lambda: [EMAWeightAveraging(decay=0.9)]),
 }
-
-if hasattr(callbacks, "WeightAveraging"):  # since Lightning 2.6
-    CASES |= {
-        "weight averaging": Case(options={"max_epochs": 2}, callbacks=lambda: [callbacks.WeightAveraging()]),
-        "EMA": Case(options={"max_epochs": 2}, callbacks=lambda: [callbacks.EMAWeightAveraging(decay=0.9)]),
-    }
 
 WAYS: dict[str, Callable[[], dict[str, Any]]] = {
     "remat": lambda: {"strategy": "remat"},

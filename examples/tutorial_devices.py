@@ -60,7 +60,7 @@ class Model(LitByteGPT):
 
 # --8<-- [start:sharded]
 class Sharded(LitByteGPT):
-    """The same GPT, its parameters spread over the processes: each block is gathered by itself, and then the rest."""
+    """The same GPT, sharded: each block is gathered by itself, and so is the rest."""
 
     def configure_model(self) -> None:
         mesh = self.device_mesh["data_parallel"]
@@ -185,7 +185,8 @@ def sharded() -> None:
     # --8<-- [start:fsdp2]
     sizes = {"data_parallel_size": 2, "tensor_parallel_size": 1}
     plain, _ = train(ModelParallelStrategy(**sizes), sharded=True)
-    ours, trainer = train(RematStrategy(base="ModelParallelStrategy", policy="full", **sizes), sharded=True)
+    strategy = RematStrategy(base="ModelParallelStrategy", policy="full", **sizes)
+    ours, trainer = train(strategy, sharded=True)
     # --8<-- [end:fsdp2]
     everything = of_all((plain, ours, trainer.strategy.remat.stats.replayed_ops))
     for rank, (plainly, recomputed, ops) in enumerate(everything):

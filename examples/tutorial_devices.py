@@ -1,4 +1,4 @@
-"""Two processes with DistributedDataParallel on the CPU: each follows a plan of its own, and all bits are those of DDP.
+"""Two processes on the CPU, with DDP and with FSDP2: each follows a plan of its own, and all bits are the plain ones.
 
 python examples/tutorial_devices.py
 
@@ -20,8 +20,9 @@ import lightning as L
 import torch
 from byte_gpt import LitByteGPT, stdlib_batches
 from figures import save_figures
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor, distributed
+from torch.distributed.fsdp import fully_shard
 
 from lightning_remat import ConfigurationError, NoMemoryLeft, RematStrategy
 
@@ -57,14 +58,28 @@ class Model(LitByteGPT):
         return loss
 
 
-def train(strategy: str | Strategy, *fails: tuple[int, int, str], **options: Any) -> tuple[str, L.Trainer]:
-    """Train from a fixed seed; returns a digest of the weights of this process."""
+# --8<-- [start:sharded]
+class Sharded(LitByteGPT):
+    """The same GPT, sharded: each block is gathered by itself, and so is the rest."""
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["data_parallel"]
+        for block in self.gpt.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.gpt, mesh=mesh)
+        # --8<-- [end:sharded]
+
+
+def train(
+    strategy: str | Strategy, *fails: tuple[int, int, str], sharded: bool = False, **options: Any
+) -> tuple[str, L.Trainer]:
+    """Train from a fixed seed; returns a digest of the weights, or shards of them, that this process has."""
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     torch.manual_seed(0)
     batches = iter(stdlib_batches(context=LENGTHS[rank], batch=4))
     data = torch.utils.data.DataLoader([next(batches) for _ in range(STEPS)], batch_size=None)  # type: ignore[arg-type] - a list
     torch.manual_seed(1)
-    model = Model(*fails)
+    model: LitByteGPT = Sharded(blocks=4, width=128, heads=4, context=256) if sharded else Model(*fails)
     # --8<-- [start:trainer]
     trainer = L.Trainer(
         strategy=strategy,  # "ddp", or RematStrategy(base="ddp", ...)
@@ -80,7 +95,8 @@ def train(strategy: str | Strategy, *fails: tuple[int, int, str], **options: Any
     )
     trainer.fit(model, data)
     # --8<-- [end:trainer]
-    bits = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    parts = [getattr(p, "_local_tensor", p) for p in model.parameters()]  # of a sharded parameter: what is here
+    bits = b"".join(part.detach().numpy().tobytes() for part in parts)
     return hashlib.sha256(bits).hexdigest()[:16], trainer
 
 
@@ -139,7 +155,43 @@ def own_plans(plain: str) -> list[dict[str, int]]:
             f"{row['again']} of {row['ops']} ops run again"
         )
     say("the same in every bit:", all(weights == plain for weights, _ in everything))
+    say(wrapped(in_report(trainer)))
     return [row for _, row in everything]
+
+
+def in_report(trainer: L.Trainer) -> str:
+    """What the report of a plan says of the processes."""
+    lines = str(trainer.strategy.remat.report()).splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.startswith("ranks"))
+    end = next(i for i, line in enumerate(lines) if i > begin and not line.startswith(" "))
+    return "report: " + " ".join(" ".join(lines[begin:end]).removeprefix("ranks").split())
+
+
+def one_plan(plain: str) -> list[int]:
+    say("\n== One plan")
+    # --8<-- [start:share-plan]
+    lean, trainer = train(RematStrategy(base="ddp", budget=BUDGET, share_plan=True))
+    # --8<-- [end:share-plan]
+    plan = trainer.strategy.remat.plan
+    everything = of_all((lean, plan.peak_bytes, sum(plan.chosen.drop)))
+    for rank, (_, peak, again) in enumerate(everything):
+        say(f"process {rank}: planned {peak / 2**20:.1f} MiB; {again} ops run again")
+    say("the same in every bit:", all(weights == plain for weights, _, _ in everything))
+    return [again for _, _, again in everything]
+
+
+def sharded() -> None:
+    say("\n== Sharded parameters")
+    # --8<-- [start:fsdp2]
+    sizes = {"data_parallel_size": 2, "tensor_parallel_size": 1}
+    plain, _ = train(ModelParallelStrategy(**sizes), sharded=True)
+    strategy = RematStrategy(base="ModelParallelStrategy", policy="full", **sizes)
+    ours, trainer = train(strategy, sharded=True)
+    # --8<-- [end:fsdp2]
+    everything = of_all((plain, ours, trainer.strategy.remat.stats.replayed_ops))
+    for rank, (plainly, recomputed, ops) in enumerate(everything):
+        say(f"process {rank}: shards {plainly} under FSDP2, {recomputed} with recomputation of {ops} ops a step")
+    say("the same in every bit:", all(one[0] == one[1] for one in everything))
 
 
 def out_of_memory(plain: str) -> list[int]:
@@ -158,11 +210,15 @@ def out_of_memory(plain: str) -> list[int]:
 
 def refused() -> None:
     say("\n== Refused")
-    for base in ("fsdp", "deepspeed_stage_2", L.pytorch.strategies.ModelParallelStrategy):
-        try:
-            RematStrategy(base=base)
-        except ConfigurationError as error:
-            say(wrapped(str(error)))
+    try:
+        RematStrategy(base="deepspeed_stage_2")
+    except ConfigurationError as error:
+        say(wrapped(str(error)))
+    sizes = {"data_parallel_size": 2, "tensor_parallel_size": 1}
+    try:
+        train(RematStrategy(base="ModelParallelStrategy", policy="full", offload="disk", **sizes), sharded=True)
+    except ConfigurationError as error:
+        say(wrapped(str(error)))
 
 
 def too_late(folder: Path) -> None:
@@ -214,9 +270,12 @@ def main() -> None:
     folder = Path(os.environ["TUTORIAL_FOLDER"])
     plain = the_same_bits()
     rows = own_plans(plain)
+    shared = one_plan(plain)
     retries = out_of_memory(plain)
+    sharded()
     refused()
     figures = {f"{name}_{rank}": value for rank, row in enumerate(rows) for name, value in row.items()}
+    figures["again_shared"] = shared[0]
     if os.environ.get("LOCAL_RANK", "0") == "0":
         save_figures(**figures, retries_0=retries[0], retries_1=retries[1], steps=STEPS, budget=BUDGET)
     too_late(folder)

@@ -3,7 +3,10 @@
 python examples/tutorial_huggingface.py
 """
 
+import hashlib
+import tempfile
 import textwrap
+from typing import Any
 
 import torch
 import transformers
@@ -65,8 +68,45 @@ def with_its_own() -> transformers.PreTrainedModel:
     return llama
 
 
+# --8<-- [start:trainer]
+class RecomputingTrainer(transformers.Trainer):
+    """The Trainer of transformers, with recomputation around its steps."""
+
+    def __init__(self, *args: Any, remat: Remat, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.remat = remat
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        with self.remat:
+            return super().compute_loss(*args, **kwargs)
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        step = super().training_step
+        return self.remat.attempt(lambda: step(model, dict(inputs), num_items_in_batch), model)
+        # --8<-- [end:trainer]
+
+
+def train_by_trainer(make: Any, **options: Any) -> str:
+    """Train by a Trainer; returns a digest of the weights."""
+    torch.manual_seed(1)
+    rows = [
+        row for batch, _ in zip(stdlib_batches(context=LENGTH, batch=4), range(STEPS), strict=False) for row in batch
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = transformers.TrainingArguments(
+            folder, max_steps=STEPS, per_device_train_batch_size=4, use_cpu=True, dataloader_pin_memory=False,
+            save_strategy="no", logging_strategy="no", report_to="none", disable_tqdm=True,
+        )  # fmt: skip
+        data = [{"input_ids": row, "labels": row} for row in rows]
+        trainer = make(model=model(), args=arguments, train_dataset=data, **options)
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
+    bits = b"".join(p.detach().numpy().tobytes() for p in trainer.model.parameters())
+    return hashlib.sha256(bits).hexdigest()[:16]
+
+
 def main() -> None:
-    """Refused with its own checkpointing on, then four ways to train."""
+    """Refused with its own checkpointing on, then four ways to train, then its own Trainer."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     print("== Both at once")
@@ -93,6 +133,15 @@ def main() -> None:
         key = name.replace(" ", "_")
         figures |= {f"{key}_peak": peak, f"{key}_share": peak / plain_peak, f"{key}_equal": str(losses == plain)}
     print("blocks:", ", ".join(remat.blocks))
+
+    print("\n== By its Trainer")
+    plainly = train_by_trainer(transformers.Trainer)
+    # --8<-- [start:by-trainer]
+    remat = Remat(policy="full")
+    ours = train_by_trainer(RecomputingTrainer, remat=remat)  # hands `remat=` to the Trainer
+    # --8<-- [end:by-trainer]
+    print(f"weights: {plainly} by Trainer, {ours} with recomputation of {remat.stats.replayed_ops} ops a step")
+    print("the same in every bit:", plainly == ours)
     save_figures(**figures)
 
 

@@ -3,8 +3,9 @@
 A share for all graphs (``torch._functorch.config.activation_memory_budget``) would be a danger. The partitioner takes
 random operations for any others, so that below 1 some backends draw new random numbers in backward, and at 0 Inductor
 does as well: gradients are then wrong, without a word. This pass runs once Inductor has made seeds of random
-operations. It marks what must not run twice as to be saved, and gives the share to this graph alone. Graphs of other
-backends never come by here, and keep what they would keep without us.
+operations. It marks what must not run twice as to be saved, and gives the share to this graph alone. A graph in which
+that cannot be done is left to its compiler. Graphs of other backends never come by here, and keep what they would keep
+without us.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-_VERSION = 1  # part of the key of the compiler's cache: to be raised whenever the pass does something else
+_VERSION = 2  # part of the key of the compiler's cache: to be raised whenever the pass does something else
 _PURE = frozenset({"aten", "prims", "inductor_prims", "_inductor_test"})  # libraries whose operations may run twice
 
 
@@ -38,10 +39,11 @@ class Partition(CustomGraphPass):
         """Mark a graph, in place."""
         for other in self.others:
             other(graph)
-        for node in graph.nodes:
-            if _must_not_repeat(node):
-                for kept in _tensors_of(node):
-                    kept.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        once = [node for node in graph.nodes if _must_not_repeat(node)]
+        if any(_has_several_results(node) for node in once):
+            return
+        for node in once:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         for node in graph.nodes:
             node.meta["memory_budget"] = self.share
 
@@ -72,8 +74,10 @@ def _without_dropout(node: Node, target: OpOverload) -> bool:
     return False
 
 
-def _tensors_of(node: Node) -> list[Node]:
-    """Nodes of an operation's results: itself, or the parts that are taken of several."""
-    if isinstance(node.meta.get("val"), (tuple, list)):
-        return [user for user in node.users if isinstance(user.meta.get("val"), torch.Tensor)]
-    return [node]
+def _has_several_results(node: Node) -> bool:
+    """Whether parts are taken of what an operation gives (a tuple, a dict).
+
+    The partitioner cannot save such a result, and does not look at what its parts are marked with: below 1 it would run
+    the operation again.
+    """
+    return bool(node.users) and not isinstance(node.meta.get("val"), torch.Tensor)

@@ -137,7 +137,7 @@ class Remat(Stepping):
         )
 
     ranks: tuple[RankFigures, ...] = ()
-    """Where several processes train together under Lightning: figures of the plan of each, as far as they are known."""
+    """Figures of the plan of each process, where several train together under Lightning, as far as they are known."""
 
     def __reduce__(self) -> Any:
         """A copy has the options, and nothing of what has been learned about a model."""

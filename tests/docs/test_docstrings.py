@@ -14,7 +14,11 @@ from lightning_remat import errors
 API = Path(__file__).parents[2] / "docs/api"
 TEXT = "\n".join(path.read_text(encoding="utf-8") for path in sorted(API.glob("*.rst")))
 SHOWN = re.findall(r"^\.\. auto(?:class|exception|function):: ([\w.]+)$", TEXT, re.MULTILINE)
-REMAT = re.findall(r"^   \.\. auto(?:method|property):: (\w+)$", TEXT, re.MULTILINE)
+REMAT = re.findall(
+    r"^   \.\. auto(?:method|property|attribute):: (\w+)$",
+    (API / "remat.rst").read_text(encoding="utf-8"),
+    re.MULTILINE,
+)
 
 
 def found(name: str) -> Any:

@@ -15,3 +15,5 @@ def test_tutorial_huggingface(tmp_path: Path) -> None:
     assert {f[f"{name}_equal"] for name in ("plain", "its_own", "full", "selective")} == {"True"}
     assert f["full_peak"] <= f["its_own_peak"] < f["selective_peak"] < f["plain_peak"]
     assert printed["One at a time"].endswith("model.layers.5")
+    assert printed["By its Trainer"].endswith("the same in every bit: True")
+    assert "of 0 ops" not in printed["By its Trainer"]

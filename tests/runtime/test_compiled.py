@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from torch._inductor import config as inductor_config
 from torch.utils.data import DataLoader
 
 from lightning_remat import ConfigurationError, Remat, RematStrategy
@@ -135,6 +136,52 @@ def test_nothing_random_runs_twice(make: Any) -> None:
     plain = gradients(net, None)
     for share in (0.5, min(GRID)):
         assert all(torch.equal(a, b) for a, b in zip(plain, gradients(net, share), strict=True))
+
+
+@torch.library.custom_op("remat_tests::masked", mutates_args=())
+def masked(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Of another library, random, with two results."""
+    mask = torch.rand_like(x).round()
+    return x * mask, mask
+
+
+@masked.register_fake
+def _(x: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(x)
+
+
+masked.register_autograd(
+    lambda ctx, grad, _: grad * ctx.saved_tensors[0],
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output[1]),
+)
+
+
+class Masked(nn.Module):
+    """A net with it in its middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 64), nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(masked(F.gelu(self.up(x)))[0].sin())
+
+
+@QUIET
+@pytest.mark.parametrize(
+    ("make", "fallback"),
+    [(Masked, False), (partial(Net, "dropout"), True)],
+    ids=["of-another-library", "dropout-of-eager-mode"],
+)
+def test_what_has_several_results_does_not_run_twice(make: Any, fallback: bool) -> None:
+    """The partitioner cannot be told to save those, so that their graphs are left alone."""
+    with inductor_config.patch(fallback_random=fallback):
+        torch.manual_seed(0)
+        net = make()
+        net.compile()
+        plain = gradients(net, None)
+        for share in GRID:
+            assert all(torch.equal(a, b) for a, b in zip(plain, gradients(net, share), strict=True))
 
 
 @QUIET

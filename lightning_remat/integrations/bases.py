@@ -45,7 +45,7 @@ def resolve_base(base: Any, namespace: str) -> tuple[type | None, dict[str, Any]
             return None, {}
         registry = strategies_of(namespace).StrategyRegistry
         if base not in registry:
-            names = sorted(n for n, e in registry.items() if is_supported(e["strategy"]) and not is_ours(e["strategy"]))
+            names = sorted(n for n, e in registry.items() if _can_be_a_base(e))
             raise ConfigurationError(
                 f"base={base!r} is not a registered strategy; supported are auto, {', '.join(names)}."
             )
@@ -69,8 +69,8 @@ def resolve_base(base: Any, namespace: str) -> tuple[type | None, dict[str, Any]
     return base_class, preset
 
 
-SUPPORTED = "single devices, the DDP family, FSDPStrategy and ModelParallelStrategy"
-_BASES = ("SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy")
+SUPPORTED = "single devices, the DDP family, FSDPStrategy, ModelParallelStrategy and DeepSpeedStrategy (stages 0 to 2)"
+_BASES = ("SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 
 
 _WRAPPERS: dict[str, Any] = {"DDPStrategy": DistributedDataParallel, "FSDPStrategy": FullyShardedDataParallel}
@@ -83,6 +83,13 @@ class Recomputing:
 def strategies_of(namespace: str) -> Any:
     """The module ``<namespace>.strategies``."""
     return importlib.import_module(f"{namespace}.strategies")
+
+
+def _can_be_a_base(entry: Mapping[str, Any]) -> bool:
+    """Whether a registered strategy is one that may stand under ours."""
+    base_class, preset = entry["strategy"], entry["init_params"]
+    refused = preset.get("stage") == 3 or preset.get("offload_optimizer", False) or preset.get("cpu_offload", False)
+    return is_supported(base_class) and not is_ours(base_class) and not refused
 
 
 def is_ours(base_class: Any) -> bool:

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_remat.engine.out_of_memory import is_out_of_memory
 from lightning_remat.errors import ConfigurationError, NoMemoryLeft, OffloadError
+from lightning_remat.integrations.deepspeed import NOT_TWICE, is_deepspeed
 from lightning_remat.integrations.loop_state import LoopState
 from lightning_remat.integrations.ranks import (
     NOBODY_TO_ASK,
@@ -31,6 +32,7 @@ from lightning_remat.integrations.ranks import (
 )
 from lightning_remat.runtime.recovery.company import Company, is_distributed
 from lightning_remat.runtime.recovery.exhausted import note_outside, with_note
+from lightning_remat.runtime.recovery.once import Once
 from lightning_remat.runtime.recovery.retry import Undo, comes_through
 from lightning_remat.runtime.recovery.snapshot import Snapshot
 from lightning_remat.runtime.session import Remat
@@ -154,7 +156,9 @@ class Guard:
                 ),
                 LoopState(trainer),
             ]
-            if self._replica is not None:
+            if is_deepspeed(trainer.strategy):
+                self._undo.insert(0, Once(NOT_TWICE))
+            elif self._replica is not None:
                 self._undo.insert(0, self._replica)
             elif is_distributed():
                 self._undo.insert(0, Company())

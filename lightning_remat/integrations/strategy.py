@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_remat.errors import ConfigurationError
 from lightning_remat.integrations.bases import NAMESPACES, Recomputing, check_options, resolve_base, strategies_of
 from lightning_remat.integrations.checkpoints import is_fitting, load_state, with_state
+from lightning_remat.integrations.deepspeed import check_deepspeed, check_options_of_deepspeed, is_deepspeed
 from lightning_remat.integrations.fabric import refuse, register_refusals
 from lightning_remat.integrations.guard import Guard, explain
 from lightning_remat.integrations.monitor import Monitor
@@ -40,7 +41,7 @@ class RematStrategy(Recomputing, _Base):
         base: ``"auto"`` (what ``Trainer(strategy="auto")`` would choose), the name of a registered strategy
             (``"ddp"``, ``"ddp_find_unused_parameters_true"``, ``"fsdp"``, ...), ``"ModelParallelStrategy"``, or a
             strategy class. Supported are single devices,
-            the DDP family, ``FSDPStrategy`` and ``ModelParallelStrategy``.
+            the DDP family, ``FSDPStrategy``, ``ModelParallelStrategy``, and ``DeepSpeedStrategy`` in stages 0 to 2.
         policy, budget, blocks, offload, verify, margin, retries, verify_every_n_steps, compiled: see
             :class:`~lightning_remat.Remat`.
         share_plan: the processes follow one plan under a budget, as long as their steps are the same sequence of ops:
@@ -108,7 +109,11 @@ class RematStrategy(Recomputing, _Base):
                 if name in options:
                     setattr(self, name, options.pop(name))
         else:
+            if is_deepspeed(self):
+                check_options_of_deepspeed(options)
             super().__init__(**options)
+            if is_deepspeed(self):
+                check_deepspeed(self.config)  # type: ignore[attr-defined]  # of DeepSpeedStrategy
 
     def setup(self, trainer: Any) -> None:
         """Find the model's blocks and check the options against it, before anything else happens."""

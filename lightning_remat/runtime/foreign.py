@@ -10,11 +10,17 @@ from lightning_remat.errors import ConfigurationError
 
 
 def refuse_foreign_checkpointing(root: nn.Module) -> None:
-    """Refuse a model some module of which is checkpointed already.
+    """Refuse a model some module of which is checkpointed already, or whose parameters come and go past the tape.
 
     Raises:
-        ConfigurationError: which module, by what, and how to switch it off.
+        ConfigurationError: which module or parameter, by what, and how to switch it off.
     """
+    for name, parameter in root.named_parameters():
+        if hasattr(parameter, "ds_status"):
+            raise ConfigurationError(
+                f"{name} is partitioned by DeepSpeed's stage 3, which puts gathered parameters into other storages "
+                "around each module: recomputation would keep these alive. Use stage 2, or PyTorch's fully_shard."
+            )
     for name, module in root.named_modules():
         found = _foreign(module)
         if found is not None:

@@ -18,8 +18,8 @@ from lightning_remat.offload_option import Offload
 from lightning_remat.planning.planfile import PlanFile, plan_path
 from lightning_remat.runtime.recovery.changes import Change, snapshot_of
 from lightning_remat.runtime.recovery.company import Company, is_distributed
+from lightning_remat.runtime.recovery.once import SHARDED, Once
 from lightning_remat.runtime.recovery.retry import Undo
-from lightning_remat.runtime.recovery.sharding import Shards
 from lightning_remat.runtime.recovery.tightening import Tightening
 from lightning_remat.runtime.stepping import Stepping
 from lightning_remat.runtime.tuning import remembering
@@ -441,7 +441,7 @@ class Remat(Stepping):
     ) -> T:
         """What :meth:`attempt` does, for trainers; see :meth:`~lightning_remat.runtime.recovery.retry.Retry.run`."""
         if self.units:
-            undo, deferred = [Shards()], False
+            undo, deferred = [Once(SHARDED)], False
         try:
             return self.retry.run(step, Tightening(self), undo, deferred=deferred, ours=ours)
         finally:

@@ -1,10 +1,14 @@
 """Skips for tests that need hardware, in one place, so that every skip names what was missing."""
 
+import importlib.util
+
 import pytest
 import torch
 
 
-def RunIf(*, cuda: bool = False, devices: int = 1, gib: float = 0.0, bf16: bool = False) -> pytest.MarkDecorator:
+def RunIf(
+    *, cuda: bool = False, devices: int = 1, gib: float = 0.0, bf16: bool = False, package: str | None = None
+) -> pytest.MarkDecorator:
     """Skip the test unless this machine has what it needs. Works as a decorator and in `pytest.param(marks=...)`.
 
     Args:
@@ -12,7 +16,10 @@ def RunIf(*, cuda: bool = False, devices: int = 1, gib: float = 0.0, bf16: bool 
         devices: this many CUDA devices.
         gib: this much memory on each of them, in GiB; what is free is not looked at.
         bf16: bfloat16 arithmetic on the device, not only emulated.
+        package: one that the tests do not install, by the name that it is imported by.
     """
+    if package is not None and importlib.util.find_spec(package) is None:
+        return pytest.mark.skip(reason=f"needs the package {package}, which is not among those that tests install")
     missing = missing_hardware(cuda=cuda, devices=devices, gib=gib, bf16=bf16)
     return pytest.mark.skipif(bool(missing), reason="needs " + " and ".join(missing))
 

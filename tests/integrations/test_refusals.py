@@ -9,7 +9,8 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from lightning_remat import ConfigurationError, RematCallback, RematStrategy
+from lightning_remat import ConfigurationError, Remat, RematCallback, RematStrategy
+from lightning_remat.integrations.deepspeed import check_deepspeed
 from tests.helpers.names import named
 from tests.helpers.training import Lit, Net, regression, regression_data, trainer_for
 
@@ -17,10 +18,8 @@ from tests.helpers.training import Lit, Net, regression, regression_data, traine
 @pytest.mark.parametrize(
     ("base", "message"),
     [
-        ("deepspeed_stage_2", "'deepspeed_stage_2' is not supported"),
         ("ddpp", "'ddpp' is not a registered strategy"),
         ("remat", "a remat strategy already"),
-        (lp.strategies.DeepSpeedStrategy, "is not supported"),
         (nn.Linear, "is not supported"),
         (DDPStrategy(), "not an instance"),
         (None, "give a strategy's name or class"),
@@ -40,7 +39,51 @@ def test_the_error_for_an_unknown_base_lists_what_works() -> None:
         RematStrategy(base="ddpp")
     assert "auto, ddp, " in str(caught.value)
     assert "remat" not in str(caught.value).replace("base='ddpp'", "")
-    assert "deepspeed" not in str(caught.value)
+    assert "deepspeed_stage_2" in str(caught.value)
+    assert "deepspeed_stage_3" not in str(caught.value)
+    assert "offload" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("base", "options", "message"),
+    [
+        ("deepspeed_stage_3", {}, "stage=3 .*deepspeed_stage_2"),
+        ("deepspeed", {"stage": 3}, "stage=3 "),
+        (lp.strategies.DeepSpeedStrategy, {"stage": 3}, "stage=3 "),
+        ("deepspeed_stage_2_offload", {}, "offload_optimizer=True"),
+    ],
+    ids=named,
+)
+def test_settings_of_deepspeed_that_were_never_run_are_refused(
+    base: Any, options: dict[str, Any], message: str
+) -> None:
+    """Before DeepSpeed is asked for, which need not be installed."""
+    with pytest.raises(ConfigurationError, match=message):
+        RematStrategy(base=base, **options)
+
+
+def test_a_config_of_deepspeed_is_looked_into() -> None:
+    """As Lightning hands it to DeepSpeed."""
+    check_deepspeed({"zero_optimization": {"stage": 2, "offload_optimizer": None}, "activation_checkpointing": {}})
+    check_deepspeed({})
+    for config, message in (
+        ({"zero_optimization": {"stage": 3}}, "stage=3"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, "offload_optimizer=.*cpu"),
+        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "activation_checkpointing=.*recomputes already"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            check_deepspeed(config)
+
+
+def test_parameters_that_deepspeed_looks_after() -> None:
+    """Partitioned ones are refused; with others a step is not run again."""
+    net = nn.Linear(2, 2)
+    net.weight._hp_mapping = None
+    with pytest.raises(ConfigurationError, match="DeepSpeed trains the model"):
+        Remat().attempt(lambda: None, net)
+    net.weight.ds_status = "partitioned"
+    with pytest.raises(ConfigurationError, match="weight is partitioned by DeepSpeed's stage 3"):
+        Remat(policy="selective").bind(net)
 
 
 def test_single_device_and_several_devices_contradict_each_other() -> None:

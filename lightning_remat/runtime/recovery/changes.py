@@ -38,4 +38,13 @@ def snapshot_of(changes: Sequence[Change]) -> Snapshot:
                 "other processes would not know that its step is run again. Run the step without attempt, with a "
                 "smaller budget=; or train with Lightning's Trainer and RematStrategy(base='ddp'), which does this."
             )
+        # Their gradients are collected by hooks; parameters of ZeRO's first stages have the second attribute.
+        if any(type(m).__name__ == "DeepSpeedEngine" for m in module.modules()) or any(
+            hasattr(p, "_hp_mapping") for p in module.parameters()
+        ):
+            raise ConfigurationError(
+                f"attempt(step, {type(module).__name__}): DeepSpeed trains the model, and may have reduced gradients "
+                "and counted the batch when the step fails, neither of which can be taken back. Run the step without "
+                "attempt, with a smaller budget=."
+            )
     return Snapshot(modules, optimizers, manual=bool(optimizers), scalers=scalers, schedulers=schedulers)

@@ -23,7 +23,7 @@ class Mine(SingleDeviceStrategy):
     """A strategy of the user's own."""
 
 
-class Other(lp.strategies.DeepSpeedStrategy):
+class Other(lp.strategies.XLAStrategy):
     """One that stands on a strategy that is not supported."""
 
 

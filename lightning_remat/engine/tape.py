@@ -185,6 +185,8 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             self.split_apart(args[0])
             return func(*args, **kwargs)
         rule = rule_for(func)
+        if rule.foreign:
+            return self._foreign(func, rule, args, kwargs)
         grad = _grad_enabled()
         keep = not grad or action == WATCH
         rng = None
@@ -291,6 +293,7 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
                 value.op = op
                 value.tensor = value.version = None
                 value.flags = 0
+                value.seen = 0 if rule is None else out._version
                 value.geometry = (out.size(), out.stride(), out.storage_offset(), out.dtype)
                 op.outs = ((0, weakref(value)),)
                 dropped[key] = value
@@ -337,6 +340,7 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
                 value.op = op
                 value.tensor = value.version = None
                 value.flags = 0
+                value.seen = out._version
                 value.geometry = (out.size(), out.stride(), out.storage_offset(), out.dtype)
                 made.append((position, value, key))
             elif isinstance(out, Tensor):
@@ -359,6 +363,8 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         except (NotImplementedError, RuntimeError):
             return (tensor, None)
         value = self.dropped.get(key)
+        if value is not None and tensor._version > value.seen:
+            value = self.overwritten(tensor, value)
         if value is not None and self.tied:
             value = self.settle(tensor, value)
         if value is None and key in self.leaving and tensor.__class__ is Tensor:

@@ -27,6 +27,7 @@ from lightning_remat.engine.rules import Rule
 from lightning_remat.engine.sharded import Units
 from lightning_remat.engine.tape import Tape
 from lightning_remat.engine.transforms import transforms_allowed
+from lightning_remat.engine.untold import replaced
 from lightning_remat.engine.verify import Verifier
 from lightning_remat.engine.writes import always
 from lightning_remat.errors import ConfigurationError
@@ -305,6 +306,8 @@ class Stepping:
             self._recorded = 0
             self._clock.reset()
             return
+        for op in replaced() - self._kept_ops:
+            self._never_again(op)
         tape = self._planned_tape() or self._choose_tape()
         if self.offloading is not None:
             pilot = self._pilot

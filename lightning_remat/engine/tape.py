@@ -407,7 +407,9 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         if self.mover is not None and self.mover.moved:
             paused, self.paused = self.paused, True
             try:
-                self.mover.pump()
+                # Past all modes: one of tracing may be in force, for which new memory is none.
+                with torch._C._DisableTorchDispatch():
+                    self.mover.pump()
             finally:
                 self.paused = paused
         return tensor

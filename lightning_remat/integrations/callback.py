@@ -12,6 +12,7 @@ from lightning_remat.integrations.bases import SUPPORTED, is_known_not_to_work
 from lightning_remat.integrations.checkpoints import is_fitting, load_state, with_state
 from lightning_remat.integrations.guard import Guard, explain
 from lightning_remat.integrations.monitor import Monitor
+from lightning_remat.integrations.precision import refuse_precision
 from lightning_remat.integrations.sharing import Agreement
 from lightning_remat.integrations.strategy import RematStrategy
 from lightning_remat.offload_option import Offload
@@ -94,6 +95,7 @@ class RematCallback(Callback):
                 f"RematCallback: strategy={type(strategy).__name__} is not supported (yet): recomputation under it is "
                 f"not known to be exact. Supported are {SUPPORTED}; leave the callback out, or use one of these."
             )
+        refuse_precision(trainer, self.remat)
         if not _is_completed_later(pl_module):
             self.remat.bind(pl_module)  # here already, where nothing has been moved to a device yet
         # From now on, so that a second callback meets it.

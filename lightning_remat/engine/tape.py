@@ -45,6 +45,7 @@ from lightning_remat.engine.rules import Rule, rule_for
 from lightning_remat.engine.sources import NEVER, Saved, crosses_bus, is_recipe
 from lightning_remat.engine.spread import THEIRS, Spread, is_spread, local_of, whose
 from lightning_remat.engine.store import Unrecordable
+from lightning_remat.engine.untold import replaced
 from lightning_remat.engine.values import (
     PACKED,
     SIDE,
@@ -61,6 +62,7 @@ from lightning_remat.errors import MODIFIED
 _KERNEL = 1 << 62  # in place of bytes that were asked for: it is a kernel that is lacking
 _SOME = 1 << 26  # bytes that making one may take
 _STRIDED = torch.strided
+_registered = torch.library._impls  # one set for as long as the process lives
 _grad_enabled = torch.is_grad_enabled
 
 
@@ -70,6 +72,8 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     Attributes:
         actions: what to do with each overload; swapped at the borders of regions.
         clock: what replay has cost.
+        registered: how many kernels had been registered from Python when the step began; with another number, some of
+            PyTorch's may have been replaced since.
     """
 
     supports_higher_order_operators = True
@@ -78,6 +82,7 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         super().__init__()
         self.clock = clock
         self.actions = ActionTable(lambda rule: PASS)
+        self.registered = len(_registered)
 
     @property
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
@@ -269,6 +274,8 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self, func: Any, args: Any, kwargs: Any, out: Any, rng: RecordedState | None, rule: Rule | None
     ) -> None:
         """Note the op and drop what it made. Anything unusual among arguments or outputs: kept, as a leaf."""
+        if len(_registered) != self.registered and rule_for(func).name in replaced():
+            return
         self._drop(func, args, kwargs, out, rng, rule)
         if self.eviction is not None:
             self._note(func, args, kwargs, out, rng, rule)

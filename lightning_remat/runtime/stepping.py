@@ -320,6 +320,7 @@ class Stepping:
         self._active = tape
         self._verify(tape)
         tape.recorded = 0
+        tape.registered = len(torch.library._impls)
         regions = self._binding.regions
         if self._needs_modules:
             tape.decide = self._decide

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from tests.helpers.kernels import Calls, X, around, every_way
 
@@ -217,7 +218,7 @@ def test_a_write_that_the_schema_does_not_tell_of(library: Any, how: str, grad: 
     every_way(around(kernel), calls)
 
 
-def test_an_aten_op_with_a_kernel_of_the_users(library: Any) -> None:
+def test_an_aten_op_with_a_kernel_of_the_users() -> None:
     """Somebody replaces PyTorch's own kernel by one in Python: that is user code, and not run twice."""
     with torch.library._scoped_library("aten", "IMPL") as aten:
 
@@ -225,8 +226,25 @@ def test_an_aten_op_with_a_kernel_of_the_users(library: Any) -> None:
             return torch.sigmoid(x) * x * (1 + calls() / 64)
 
         aten.impl("silu", silu, "CPU")
-        every_way(around(lambda h: torch.nn.functional.silu(h * 1.5) * h), calls)
+        every_way(around(lambda h: F.silu(h * 1.5) * h), calls)
         assert calls.count
+
+
+def test_a_kernel_of_the_users_for_a_part_of_the_step() -> None:
+    """What a library's own context manager does: outside of it, the op is PyTorch's again."""
+
+    def silu(x: Tensor) -> Tensor:
+        return torch.sigmoid(x) * x * (1 + calls() / 64)
+
+    def kernel(h: Tensor) -> Tensor:
+        before = F.silu(h * 2)
+        with torch.library._scoped_library("aten", "IMPL") as aten:
+            aten.impl("silu", silu, "CPU")
+            h = F.silu(h * 1.5) * h
+        return h * before
+
+    every_way(around(kernel), calls)
+    assert calls.count
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor, torch.quantize_per_channel and other")  # to go, some day

@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_remat import Remat, ReplayError
-from tests.helpers.exact import assert_exact, outcome, recompute_all
+from lightning_remat.engine.policies import KEEP_ALL, SELECTIVE, Policy
+from tests.helpers.evicting import Failing, evicting, policy_tape
+from tests.helpers.evicting import outcome as evicted
+from tests.helpers.exact import assert_exact, assert_same, outcome, recompute_all
 from tests.helpers.kernels import Calls, Net, X, around, every_way
 from tests.helpers.names import named
 
@@ -91,6 +94,21 @@ class InPlace(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
         return g * (ctx.saved_tensors[0] > 0.1)
+
+
+class Negated(torch.autograd.Function):
+    """The same, and autograd saves nothing of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        array = x.detach().numpy()
+        np.negative(array, out=array)
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return -g
 
 
 class Stateful(torch.autograd.Function):
@@ -175,6 +193,7 @@ KERNELS: dict[str, Callable[[Tensor], Tensor]] = {
     "NumPy in a copy": Copied.apply,
     "pointers": Pointer.apply,
     "its argument, in place": lambda h: InPlace.apply(h * 1.0) * h,
+    "its argument, in place, with nothing saved": lambda h: Negated.apply(h * 1.25) * h,
     "a part of its argument, in place": lambda h: InPlace.apply((h * 1.0)[1:]).sum() * h,
     "state that is no tensor": lambda h: (lambda o: o[0] * o[1] + h)(Stateful.apply(h, {"factor": 0.5})),
     "its argument": lambda h: Itself.apply(h, h * 2)[0] * Itself.apply(h * 3, h.sin())[1].view_as(h),
@@ -246,3 +265,29 @@ def test_counters_of_other_tensors_over_the_same_memory(policy: Any) -> None:
 
     remat = assert_exact(Net(), step, policy)
     assert remat.stats.replayed_ops > 0
+
+
+class Unseen(nn.Module):
+    """Kept values that are written to by code that nobody sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        g = (self.a(x) * 1.5).square()
+        h = Negated.apply(g)
+        return self.b((h * 2).cos()).sin().sum()
+
+
+@pytest.mark.parametrize("policy", [KEEP_ALL, SELECTIVE], ids=["keep", "selective"])
+def test_what_was_written_so_is_not_made_from_its_op_when_memory_runs_out(policy: Policy) -> None:
+    """All that can be computed again is dropped before backward; the op that made the memory did not make this."""
+    torch.manual_seed(0)
+    model = Unseen()
+    tape = policy_tape(policy)
+    eviction = evicting(tape)
+    plain = evicted(model, X, None, Failing())
+    ours = evicted(model, X, tape, Failing(), before_backward=lambda: eviction.make_room(1 << 60) and None)
+    assert_same(plain, ours)
+    assert eviction.evictions > 0

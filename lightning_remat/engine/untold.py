@@ -67,8 +67,10 @@ def witness(func: Any, args: Any, kwargs: dict[str, Any]) -> Witness | None:
         if is_out_of_memory(error):
             return None
         raise
+    if not found.copies:
+        return None  # while it is traced, or called on nothing
     _checked.add(key)
-    return found if found.copies else None
+    return found
 
 
 def learn(func: Any, written: list[Where]) -> None:
@@ -81,7 +83,7 @@ def _tensors(args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Where, Tensor]
     places: list[tuple[Where, Any]] = [*enumerate(args), *kwargs.items()]
     for where, a in places:
         for t in a if isinstance(a, (list, tuple)) else (a,):
-            if t.__class__ is Tensor and t.layout is _STRIDED and not isinstance(t._base, Parameter):
+            if t.__class__ is Tensor and t.layout is _STRIDED and not t.is_meta and not isinstance(t._base, Parameter):
                 yield where, t
 
 

@@ -209,8 +209,10 @@ def test_a_write_that_the_schema_does_not_tell_of(library: Any, how: str, grad: 
             x.detach().numpy()[:] *= 0.5
 
     library.impl("sneaky", sneaky, "CPU")
+    library.impl("sneaky", lambda x: None, "Meta")
 
     def kernel(h: Tensor) -> Tensor:
+        torch.ops.remat_kernels.sneaky(torch.empty(4, device="meta"))  # of which nothing can be learned
         with torch.set_grad_enabled(grad):
             torch.ops.remat_kernels.sneaky(h.detach())
         return h.sin()

@@ -188,12 +188,22 @@ def shared(h: Tensor) -> Tensor:
     return h * other + other.sin()
 
 
+def listed(h: Tensor) -> Tensor:
+    """Changed by an op that leaves counting to those that it calls."""
+    torch._foreach_mul_([h], 0.5)
+    return h
+
+
 KERNELS: dict[str, Callable[[Tensor], Tensor]] = {
     "NumPy's result": Doubled.apply,
     "NumPy in a copy": Copied.apply,
     "pointers": Pointer.apply,
     "its argument, in place": lambda h: InPlace.apply(h * 1.0) * h,
     "its argument, in place, with nothing saved": lambda h: Negated.apply(h * 1.25) * h,
+    "in place, after an op in place": lambda h: Negated.apply((h * 1.25).mul_(0.5)) * h,
+    "in place, before an op in place": lambda h: (Negated.apply(h * 1.25).mul_(0.5) * h).add_(h).sin(),
+    "in place, after a list of ops": lambda h: Negated.apply(listed(h * 1.25)) * h,
+    "in place, after no_grad": lambda h: Negated.apply(torch.no_grad()(torch.relu_)(h * 1.25)) * h,
     "a part of its argument, in place": lambda h: InPlace.apply((h * 1.0)[1:]).sum() * h,
     "state that is no tensor": lambda h: (lambda o: o[0] * o[1] + h)(Stateful.apply(h, {"factor": 0.5})),
     "its argument": lambda h: Itself.apply(h, h * 2)[0] * Itself.apply(h * 3, h.sin())[1].view_as(h),

@@ -197,7 +197,7 @@ class Writes(Leaving):
         value.op = op
         value.tensor = value.version = None
         value.flags = 0 if old is None else old.flags & SPLIT
-        value.seen = target._version + _counted()
+        value.seen = target._version + 1  # autograd counts it once we have returned
         # Only what fills a storage has no old value.
         value.geometry = geometry_of(target) if op.args[0].__class__ is Blank else old.geometry  # type: ignore[union-attr]
         op.outs = ((0, weakref(value)),)
@@ -223,7 +223,7 @@ class Writes(Leaving):
         if value is not None and target._version > value.seen:
             value = self.overwritten(target, value)
         if value is not None:
-            value.seen += _counted()
+            value.seen += 1
             part_from(value, target.untyped_storage())  # whose version is about to be another one
             if not value.flags & PACKED:
                 return func(*args, **kwargs)
@@ -250,15 +250,12 @@ def recorded_state(rule: Rule, args: Any, kwargs: dict[str, Any]) -> RecordedSta
     return state_before(args, kwargs)
 
 
-def _counted() -> bool:
-    """Whether autograd will count the write that the present op is, once we have returned."""
-    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]  # private to torch
-        return not _is_excluded(VERSIONED)
-
-
 def _counts_with(tensor: Tensor, other: Tensor | None) -> bool:
     """Whether autograd will count a change of ``tensor``, and ``other`` shows that count: there is no way to ask."""
-    if other is None or tensor.is_inference() or not _counted():
+    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]  # private to torch
+        if _is_excluded(VERSIONED):
+            return False
+    if other is None or tensor.is_inference():
         return False
     before, version = tensor._version, other._version
     torch.autograd.graph.increment_version(tensor)

@@ -104,6 +104,7 @@ class Leaving(Sources):
         value = Value()
         value.flags = SPLIT if key in self.split else 0
         value.tensor = value.version = None
+        value.seen = tensor._version
         value.geometry = moved.geometry
         self.count += 1  # a place of its own in the order: so that what memory replays take can be foreseen
         value.op = fetch_op(moved, value, self.count)
@@ -127,6 +128,8 @@ class Leaving(Sources):
         except (NotImplementedError, RuntimeError):
             return
         value = self.dropped.get(weakref(storage))
+        if value is not None and tensor._version > value.seen:
+            value = self.overwritten(tensor, value)
         if moved_of(value) is not None:
             return  # the border of the block before
         if value is None or value.op is None or not _is_plain(tensor):
@@ -159,8 +162,10 @@ def _is_plain(tensor: Tensor) -> bool:
     return not (tensor.is_inference() or tensor.is_quantized or tensor.is_nested)
 
 
-def part_from(value: Value, storage: Any) -> None:
+def part_from(value: Value | None, storage: Any) -> None:
     """See to it that a value's content does not lie in a storage that is about to be written to."""
+    if value is None:
+        return
     moved = moved_of(value)
     if moved is not None:
         moved.seal()

@@ -102,7 +102,7 @@ class Policy:
         if rule.form == "write":
             return actions.WRITE_KEEP if keep else actions.WRITE_ASK if self.ask is not None else actions.WRITE
         if keep:
-            return actions.WATCH if rule.hidden or rule.inner else actions.PASS
+            return actions.WATCH if rule.hidden or rule.inner or rule.foreign else actions.PASS
         if self.ask is not None:
             return actions.ASK
         slow = rule.random or rule.hidden or rule.inner or rule.transfers

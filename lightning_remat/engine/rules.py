@@ -65,6 +65,9 @@ FILLS = _aten("bernoulli_ uniform_ normal_ random_ exponential_ geometric_ log_n
 COLLECTIVES = ("c10d.", "_c10d_functional.", "_c10d_functional_autograd.", "_dtensor.")
 """How names of ops begin whose results may be still on their way when they have returned."""
 
+# Further libraries of PyTorch's own, whose schemas tell what there is to tell.
+_TORCHS_OWN = ("fsdp.", "inductor.", "prim.", "profiler.", "streams.", "symm_mem.")
+
 # Dear to run again: matrix products, convolutions, attention, recurrent kernels, factorisations, transforms, sorting.
 _EXPENSIVE = _aten(
     "mm addmm bmm baddbmm addbmm addmv mv dot vdot addr _addmm_activation _scaled_mm _grouped_mm _int_mm "
@@ -145,6 +148,8 @@ class Rule:
         fills: the old content of the changed argument does not matter.
         draws: it fills its first argument with random numbers.
         in_place: it writes its first argument and nothing else, and may be run again.
+        foreign: it comes from another library, whose schema is held against what it does; see
+            :mod:`~lightning_remat.engine.untold`.
         moves: it only changes how the argument shows its storage (``unsqueeze_``, ``t_``); no byte is written.
         hidden: positions of running statistics that the op updates on the side.
         training: position of the flag that says whether it updates them; None if it always does.
@@ -167,6 +172,7 @@ class Rule:
     inner: bool = False
     in_place: bool = False
     draws: bool = False
+    foreign: bool = False
 
     @property
     def random(self) -> bool:
@@ -184,6 +190,11 @@ def rule_for(func: Any) -> Rule:
     if found is None:
         found = _rules[id(func)] = (_make_rule(func), func)
     return found[0]
+
+
+def set_rule(func: Any, rule: Rule) -> None:
+    """Another verdict, from now on."""
+    _rules[id(func)] = (rule, func)
 
 
 def _make_rule(func: Any) -> Rule:
@@ -225,8 +236,13 @@ def _make_rule(func: Any) -> Rule:
         transfers=base == "aten::_to_copy",
         inner=inner,
         draws=base in FILLS and kind == "random",
+        foreign=form in ("pure", "write") and _is_foreign(base, name),
         in_place=form == "write" and writes == [0] and kind != "fixed" and not moves and not inner,
     )
+
+
+def _is_foreign(base: str, name: str) -> bool:
+    return not base.startswith(("aten::", "prims::")) and not name.startswith((*COLLECTIVES, *_TORCHS_OWN))
 
 
 def _counts(func: Any) -> bool:

@@ -248,6 +248,9 @@ class Sources(Store):
             kind = a.__class__
             if kind is Tensor or kind is torch.nn.Buffer:
                 source = sources.get(weakref(a.untyped_storage()))
+                if source is not None and source.version is not None and a._version > source.version:
+                    self._lose_source(weakref(a.untyped_storage()))  # to whom we did not see
+                    source = None
                 if source is None:
                     source = self._new_leaf(a)
                 if self.bits:

@@ -18,7 +18,18 @@ from torch.nn.parameter import Parameter
 
 from lightning_remat.engine.aliases import alias
 from lightning_remat.engine.spread import Shells, counter_of, is_spread, local_of
-from lightning_remat.engine.values import HELD, Gathered, Op, Ref, Value, geometry_of, storage_copy
+from lightning_remat.engine.values import (
+    HELD,
+    PACKED,
+    SPLIT,
+    STALE,
+    Gathered,
+    Op,
+    Ref,
+    Value,
+    geometry_of,
+    storage_copy,
+)
 
 _PLAIN = frozenset({Tensor, Parameter, torch.nn.Buffer})
 CONSTANTS = frozenset(
@@ -114,6 +125,8 @@ class Store:
             if kind is Tensor:
                 storage = a.untyped_storage()
                 value = dropped.get(weakref(storage))
+                if value is not None and a._version > value.seen:
+                    value = self.overwritten(a, value)
                 if value is None and self.leaving and (key := weakref(storage)) in self.leaving:
                     value = self.leave(a, key)
                 if value is not None and self.tied:
@@ -144,6 +157,20 @@ class Store:
 
         What may is in ``leaving``; see :class:`~lightning_remat.engine.leaving.Leaving`.
         """
+        return None
+
+    def overwritten(self, tensor: Tensor, value: Value) -> Value | None:
+        """A dropped value whose storage was written to by code that nobody sees, as its version counter says: None.
+
+        Such as a kernel in an ``autograd.Function`` that calls ``mark_dirty``. What was recorded before finds the old
+        content; what the storage holds now is a leaf, and autograd's references to the old one are refused.
+        """
+        if value.flags & SPLIT:
+            return value  # its views count apart
+        self._before_write(tensor)
+        self.leaving.pop(weakref(tensor.untyped_storage()), None)
+        if value.flags & PACKED:
+            value.flags |= STALE
         return None
 
     def settle(self, tensor: Tensor, value: Value) -> Value | None:
@@ -208,6 +235,8 @@ class Store:
         else:
             found = self.leaves.get(weakref(storage))
             value = found() if found is not None else None
+            if value is not None and value.version is not None and tensor._version > value.version:
+                value = None  # written to by code that nobody sees; a replay that reads the old content is refused
         if value is not None:
             if self.bits:
                 return (value, geometry_of(tensor))
@@ -278,8 +307,11 @@ class Store:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
             return
-        value = self.dropped.pop(weakref(storage), None)
+        value = self.dropped.get(weakref(storage))
+        if value is not None and tensor._version > value.seen:
+            value = self.overwritten(tensor, value)
         if value is not None:
+            del self.dropped[weakref(storage)]
             value.tensor = there = alias(tensor)
             value.geometry = geometry_of(there)
             value.version = there._version

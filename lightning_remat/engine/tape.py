@@ -45,6 +45,7 @@ from lightning_remat.engine.rules import Rule, rule_for
 from lightning_remat.engine.sources import NEVER, Saved, crosses_bus, is_recipe
 from lightning_remat.engine.spread import THEIRS, Spread, is_spread, local_of, whose
 from lightning_remat.engine.store import Unrecordable
+from lightning_remat.engine.untold import replaced
 from lightning_remat.engine.values import (
     PACKED,
     SIDE,
@@ -61,6 +62,7 @@ from lightning_remat.errors import MODIFIED
 _KERNEL = 1 << 62  # in place of bytes that were asked for: it is a kernel that is lacking
 _SOME = 1 << 26  # bytes that making one may take
 _STRIDED = torch.strided
+_registered = torch.library._impls  # one set for as long as the process lives
 _grad_enabled = torch.is_grad_enabled
 
 
@@ -70,6 +72,8 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     Attributes:
         actions: what to do with each overload; swapped at the borders of regions.
         clock: what replay has cost.
+        registered: how many kernels had been registered from Python when the step began; with another number, some of
+            PyTorch's may have been replaced since.
     """
 
     supports_higher_order_operators = True
@@ -78,6 +82,7 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         super().__init__()
         self.clock = clock
         self.actions = ActionTable(lambda rule: PASS)
+        self.registered = len(_registered)
 
     @property
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
@@ -185,6 +190,8 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             self.split_apart(args[0])
             return func(*args, **kwargs)
         rule = rule_for(func)
+        if rule.foreign:
+            return self._foreign(func, rule, args, kwargs)
         grad = _grad_enabled()
         keep = not grad or action == WATCH
         rng = None
@@ -267,6 +274,8 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self, func: Any, args: Any, kwargs: Any, out: Any, rng: RecordedState | None, rule: Rule | None
     ) -> None:
         """Note the op and drop what it made. Anything unusual among arguments or outputs: kept, as a leaf."""
+        if len(_registered) != self.registered and rule_for(func).name in replaced():
+            return
         self._drop(func, args, kwargs, out, rng, rule)
         if self.eviction is not None:
             self._note(func, args, kwargs, out, rng, rule)
@@ -291,6 +300,7 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
                 value.op = op
                 value.tensor = value.version = None
                 value.flags = 0
+                value.seen = 0 if rule is None else out._version
                 value.geometry = (out.size(), out.stride(), out.storage_offset(), out.dtype)
                 op.outs = ((0, weakref(value)),)
                 dropped[key] = value
@@ -337,6 +347,7 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
                 value.op = op
                 value.tensor = value.version = None
                 value.flags = 0
+                value.seen = out._version
                 value.geometry = (out.size(), out.stride(), out.storage_offset(), out.dtype)
                 made.append((position, value, key))
             elif isinstance(out, Tensor):
@@ -359,6 +370,8 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         except (NotImplementedError, RuntimeError):
             return (tensor, None)
         value = self.dropped.get(key)
+        if value is not None and tensor._version > value.seen:
+            value = self.overwritten(tensor, value)
         if value is not None and self.tied:
             value = self.settle(tensor, value)
         if value is None and key in self.leaving and tensor.__class__ is Tensor:
@@ -401,7 +414,9 @@ class Tape(Writes, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         if self.mover is not None and self.mover.moved:
             paused, self.paused = self.paused, True
             try:
-                self.mover.pump()
+                # Past all modes: one of tracing may be in force, for which new memory is none.
+                with torch._C._DisableTorchDispatch():
+                    self.mover.pump()
             finally:
                 self.paused = paused
         return tensor

@@ -37,7 +37,7 @@ class Value:
     to keep), and from its replay on for a dropped one. ``op`` is set while the content is absent and can be made.
     """
 
-    __slots__ = ("__weakref__", "anchor", "flags", "geometry", "op", "source", "tensor", "version")
+    __slots__ = ("__weakref__", "anchor", "flags", "geometry", "op", "seen", "source", "tensor", "version")
 
     tensor: Tensor | None
     op: Op | None
@@ -45,6 +45,7 @@ class Value:
     version: int | None  # of a leaf: its version counter when it was first referenced; None: do not check
     flags: int  # PACKED, STALE, OWNED, HELD
     anchor: Any  # of a leaf: identity of the storage it had when it was referenced, or a Counter
+    seen: int  # of a dropped one: the version counter of its storage, as far as we see what is written there
     source: Any  # where its content comes from (sources.Source), while an eviction looks after the tape; else unset
 
 
@@ -198,8 +199,9 @@ def check_leaf(value: Value) -> None:
         raise ReplayError(
             f"a tensor of shape {tuple(tensor.shape)} from which dropped values are recomputed was changed in place "
             "between forward and backward, outside the recorded step (for instance by an optimizer step between the "
-            "two). Run that change inside the step (under the same Remat context), or keep these values: "
-            "policy='none', or a policy that keeps the ops that read it."
+            "two), or by code that PyTorch does not show us (a kernel in an autograd.Function). Run that change inside "
+            "the step (under the same Remat context), as an op, or keep these values: policy='none', or a policy that "
+            "keeps the ops that read it."
         )
     if value.flags & HELD and not counter and id(tensor.untyped_storage()) != value.anchor:
         raise ReplayError(

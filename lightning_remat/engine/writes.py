@@ -16,7 +16,8 @@ from lightning_remat.engine.plain import call_as_plain
 from lightning_remat.engine.rules import Rule, rule_for
 from lightning_remat.engine.sources import is_drawn
 from lightning_remat.engine.store import Unrecordable
-from lightning_remat.engine.values import PACKED, SPLIT, STALE, Blank, Op, Value, geometry_of
+from lightning_remat.engine.untold import learn, witness
+from lightning_remat.engine.values import HELD, PACKED, SPLIT, STALE, Blank, Op, Value, from_storage, geometry_of
 
 _STRIDED = torch.strided
 _grad_enabled = torch.is_grad_enabled
@@ -66,6 +67,8 @@ class Writes(Leaving):
                 storage = target.untyped_storage()
                 key = weakref(storage)
                 old = self.dropped.get(key)
+                if old is not None and target._version > old.seen:
+                    old = self.overwritten(target, old)
                 if old is not None and self.tied:
                     old = self.settle(target, old)
                 if old is not None or (rule.draws and self._is_unread(key, storage)):
@@ -80,10 +83,49 @@ class Writes(Leaving):
             some = written if isinstance(written, (list, tuple)) else (written,)
             targets += [t for t in some if isinstance(t, Tensor)]
         overwritten = [v for v in map(self._before_write, targets) if v is not None]
-        out = call_as_plain(func, args, kwargs)[0] if rule.inner else func(*args, **kwargs)
+        if rule.foreign:
+            out = self._held_to_schema(func, rule, args, kwargs)
+        else:
+            out = call_as_plain(func, args, kwargs)[0] if rule.inner else func(*args, **kwargs)
         for value in overwritten:
             _mark_stale(value)
         return out
+
+    def _foreign(self, func: Any, rule: Rule, args: Any, kwargs: dict[str, Any]) -> Any:
+        """An op of another library: kept, and what it writes to is another content."""
+        if rule.form == "write":  # which was not known when it was given its action
+            return self._write(WRITE_KEEP, func, args, kwargs)
+        return self._held_to_schema(func, rule, args, kwargs)
+
+    def _held_to_schema(self, func: Any, rule: Rule, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call an op of another library; the first time, see whether it wrote to more than it tells."""
+        seen = None if self.paused else witness(func, args, kwargs)
+        if seen is not None:
+            for _, tensor, _ in seen.copies:
+                part_from(self.dropped.get(weakref(tensor.untyped_storage())), tensor.untyped_storage())
+        out = call_as_plain(func, args, kwargs)[0] if rule.inner else func(*args, **kwargs)
+        if seen is None:
+            return out
+        written = [found for found in seen.written() if found[0] not in rule.writes]
+        if written:
+            learn(func, [where for where, _, _ in written])
+            for _, tensor, before in written:
+                self._was_written(tensor, before)
+        return out
+
+    def _was_written(self, tensor: Tensor, before: Tensor) -> None:
+        """What :meth:`_before_write` does, after the fact: ``before`` has a copy of the storage as it was."""
+        key = weakref(tensor.untyped_storage())
+        found = self.leaves.pop(key, None)
+        leaf = found() if found is not None else None
+        if leaf is not None and leaf.tensor is not None:
+            leaf.tensor = from_storage(before.untyped_storage(), geometry_of(leaf.tensor), leaf.tensor.device)
+            leaf.geometry = leaf.version = None
+            leaf.flags &= ~HELD
+        value = self._before_write(tensor)
+        if value is not None:
+            _mark_stale(value)
+        self.leaving.pop(key, None)
 
     def _is_unread(self, key: Any, storage: Any) -> bool:
         """Whether no recorded op reads what the storage holds now, and it is not a parameter's."""
@@ -155,6 +197,7 @@ class Writes(Leaving):
         value.op = op
         value.tensor = value.version = None
         value.flags = 0 if old is None else old.flags & SPLIT
+        value.seen = target._version + 1  # autograd counts it once we have returned
         # Only what fills a storage has no old value.
         value.geometry = geometry_of(target) if op.args[0].__class__ is Blank else old.geometry  # type: ignore[union-attr]
         op.outs = ((0, weakref(value)),)
@@ -177,7 +220,10 @@ class Writes(Leaving):
         if self.eviction is not None:
             self._lose_source(key)
         value = self.dropped.get(key)
+        if value is not None and target._version > value.seen:
+            value = self.overwritten(target, value)
         if value is not None:
+            value.seen += 1
             part_from(value, target.untyped_storage())  # whose version is about to be another one
             if not value.flags & PACKED:
                 return func(*args, **kwargs)

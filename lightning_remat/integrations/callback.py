@@ -13,6 +13,7 @@ from lightning_remat.integrations.checkpoints import is_fitting, load_state, wit
 from lightning_remat.integrations.deepspeed import check_deepspeed, is_deepspeed
 from lightning_remat.integrations.guard import Guard, explain
 from lightning_remat.integrations.monitor import Monitor
+from lightning_remat.integrations.precision import refuse_precision
 from lightning_remat.integrations.sharing import Agreement
 from lightning_remat.integrations.strategy import RematStrategy
 from lightning_remat.offload_option import Offload
@@ -97,6 +98,7 @@ class RematCallback(Callback):
             )
         if is_deepspeed(strategy):
             check_deepspeed(strategy.config)
+        refuse_precision(trainer, self.remat)
         if not _is_completed_later(pl_module):
             self.remat.bind(pl_module)  # here already, where nothing has been moved to a device yet
         # From now on, so that a second callback meets it.

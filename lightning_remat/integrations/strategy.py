@@ -20,6 +20,7 @@ from lightning_remat.integrations.deepspeed import check_deepspeed, check_option
 from lightning_remat.integrations.fabric import refuse, register_refusals
 from lightning_remat.integrations.guard import Guard, explain
 from lightning_remat.integrations.monitor import Monitor
+from lightning_remat.integrations.precision import refuse_precision
 from lightning_remat.integrations.sharing import Agreement
 from lightning_remat.offload_option import Offload
 from lightning_remat.runtime.session import Remat
@@ -119,6 +120,7 @@ class RematStrategy(Recomputing, _Base):
         """Find the model's blocks and check the options against it, before anything else happens."""
         fit = is_fitting(trainer)
         if fit:
+            refuse_precision(trainer, self.remat)
             self.remat.bind(self.lightning_module)  # type: ignore[arg-type]  # attached by setup
         super().setup(trainer)
         if fit:

@@ -27,6 +27,7 @@ from lightning_remat.engine.rules import Rule
 from lightning_remat.engine.sharded import Units
 from lightning_remat.engine.tape import Tape
 from lightning_remat.engine.transforms import transforms_allowed
+from lightning_remat.engine.untold import replaced
 from lightning_remat.engine.verify import Verifier
 from lightning_remat.engine.writes import always
 from lightning_remat.errors import ConfigurationError
@@ -318,6 +319,8 @@ class Stepping:
             self._recorded = 0
             self._clock.reset()
             return
+        for op in replaced() - self._kept_ops:
+            self._never_again(op)
         tape = self._planned_tape() or self._choose_tape()
         if self.offloading is not None:
             pilot = self._pilot
@@ -330,6 +333,7 @@ class Stepping:
         self._active = tape
         self._verify(tape)
         tape.recorded = 0
+        tape.registered = len(torch.library._impls)
         regions = self._binding.regions
         if self._needs_modules:
             tape.decide = self._decide

@@ -29,7 +29,7 @@ pytestmark = [
 
 def model(**options: Any) -> GPT2LMHeadModel:
     """Random weights, dropout everywhere."""
-    config = GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=3, n_head=2, use_cache=False, **options)
+    config = GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2, use_cache=False, **options)
     return GPT2LMHeadModel(config)
 
 
@@ -140,6 +140,10 @@ WAYS: dict[str, Callable[[], Remat]] = {
 }
 
 
+PLANNED = ("accumulated and clipped",)
+"""Cases that a plan is made for: that takes seconds, and a plan knows nothing of what the others add."""
+
+
 @pytest.fixture(autouse=True)
 def quiet() -> Any:
     """Transformers' own lines, and the variables that its Trainer sets for good."""
@@ -156,11 +160,13 @@ def test_training_gives_every_bit_of_the_plain_one(tmp_path: Path, name: str) ->
     """Logged losses and norms, gradients, weights, optimizer state and random streams."""
     plain, _ = trained(tmp_path, None, **CASES[name])
     for way, make in WAYS.items():
+        if way == "budget" and name not in PLANNED:
+            continue
         remat = make()
         ours, watch = trained(tmp_path, remat, **CASES[name])
         assert difference_in_bits(ours, plain) == [], way
         assert way in ("auto", "offload") or watch.replayed > 0, way
-        assert way == "auto" or remat.blocks == [f"transformer.h.{i}" for i in range(3)], way
+        assert way == "auto" or remat.blocks == [f"transformer.h.{i}" for i in range(2)], way
         remat.close()
 
 
@@ -179,7 +185,7 @@ def test_training_that_is_resumed_goes_on_in_the_same_bits(tmp_path: Path) -> No
 def test_its_own_checkpointing_is_refused_with_its_switch(tmp_path: Path) -> None:
     """Which the arguments of the Trainer may have turned on."""
     with pytest.raises(ConfigurationError, match="disable"):
-        trained(tmp_path, Remat(policy="full"), gradient_checkpointing=True)
+        trained(tmp_path, Remat(policy="full"), activation_checkpointing=True)
 
 
 @pytest.mark.parametrize("fails", ["forward", "backward"])

@@ -12,10 +12,14 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins import (
+    BitsandbytesPrecision,
+    MixedPrecision,
+    TransformerEnginePrecision,
+)
 from torch import Tensor, nn
 
-from lightning_remat import RematCallback, RematStrategy
+from lightning_remat import ConfigurationError, RematCallback, RematStrategy
 from tests.helpers.bits import difference_in_bits
 from tests.helpers.exact import EVERYTHING, recompute_all
 from tests.helpers.training import Lit, Net, Result, regression, regression_data, train, trainer_for
@@ -320,3 +324,57 @@ def test_a_checkpoint_brings_the_scale_along(tmp_path: Any) -> None:
     result, ours = resumed(RematStrategy(policy="full"), RematStrategy(policy="selective"))
     assert result.difference(expected) == []
     assert difference_in_bits(ours, scales) == []
+
+
+class TransformerEngine(TransformerEnginePrecision):
+    """Lightning's plugin without its package, which is for CUDA only."""
+
+    def __init__(self) -> None:
+        self.weights_dtype = torch.bfloat16
+
+
+class Bitsandbytes(BitsandbytesPrecision):
+    """The same."""
+
+    def __init__(self) -> None:
+        self.dtype = torch.float32
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        return module
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "transformer-engine": (TransformerEngine, r"precision='transformer-engine' .*past the dispatcher.*'bf16-mixed'"),
+    "bitsandbytes": (Bitsandbytes, r"plugins=Bitsandbytes \(BitsandbytesPrecision\).*quantised.*'bf16-true'"),
+}
+
+
+@pytest.mark.parametrize("where", ["strategy", "callback"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_precision_that_was_never_run_is_refused(name: str, where: str) -> None:
+    """Before the first step, with the reason and the ways out, of which one is to recompute nothing."""
+    make, message = REFUSED[name]
+
+    def fit(policy: str) -> Lit:
+        module = Lit(Wide(), regression)
+        if where == "strategy":
+            trainer = trainer_for(RematStrategy(policy=policy))
+        else:
+            trainer = trainer_for("auto", [RematCallback(policy=policy)])
+        # In a trainer of its own, some of these ask for a strategy that only they go with.
+        trainer.strategy.precision_plugin = make()
+        trainer.fit(module, regression_data(2))
+        return module
+
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        fit("full")
+    assert "policy='none'" in str(caught.value)
+
+
+def test_a_refused_precision_without_recomputation_is_lightnings_business() -> None:
+    """policy="none" is the way out that the message names."""
+    trainer = trainer_for(RematStrategy(policy="none"))
+    trainer.strategy.precision_plugin = Bitsandbytes()
+    module = Lit(Wide(), regression)
+    trainer.fit(module, regression_data(2))
+    assert module.steps_run == 2

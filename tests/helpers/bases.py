@@ -148,6 +148,7 @@ def model_parallel(spread: Callable[[], int]) -> Base:
 
 
 BASES = {
+    "single device": Base(strategy="single_device"),
     "ddp": Base(strategy=DDPStrategy, options=lambda: {"find_unused_parameters": True}),
     "fsdp1": Base(strategy=OnCpu, options=lambda: {"auto_wrap_policy": {Block}}),
     "fsdp2": model_parallel(lambda: 1),
@@ -211,6 +212,7 @@ def run(
     *,
     net: Callable[[], nn.Module] = Net,
     rows: Callable[[int, int], int],
+    more: dict[str, Any] | None = None,
     **options: Any,
 ) -> Result:
     """Train under a base.
@@ -220,11 +222,17 @@ def run(
         remat: options of RematStrategy; None: the base by itself.
         net: makes the network.
         rows: of a batch, by its number and the rank of the data.
+        more: options of the strategy.
         **options: of the trainer, and more of :func:`~tests.helpers.training.train`.
     """
     strategy: Any = base.strategy
-    given = base.options()
-    strategy = strategy(**given) if remat is None else RematStrategy(base=strategy, **given, **remat)
+    given = {**base.options(), **(more or {})}
+    if remat is not None:
+        strategy = RematStrategy(base=strategy, **given, **remat)
+    elif isinstance(strategy, str):
+        strategy = "auto"
+    else:
+        strategy = strategy(**given)
     accumulating = options.get("accumulate_grad_batches", 1) > 1
     made = type("Made", (base.module,), {"accumulating": accumulating})
     result = train(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.forks import run_module
-from tests.integrations.bases_worker import COUNTED, RUNS, SECONDS
+from tests.integrations.bases_worker import RUNS, SECONDS
 
 CASES = [(base, name, count) for count, bases in RUNS.items() for base, ways in bases.items() for name in ways]
 Results = dict[str, list[dict[str, dict[str, dict[str, Any]]]]]
@@ -38,36 +38,47 @@ def test_each_rank_gives_what_the_base_gives(results: Results, base: str, way: s
             assert (found["units"] > 0) is ("fsdp" in base)
 
 
-@pytest.mark.parametrize(("base", "count"), [(base, count) for base, way, count in CASES if way == COUNTED])
-def test_memory_falls_on_each_rank(results: Results, base: str, count: int) -> None:
-    """Counted in every allocation, in a step whose batch is the larger the higher the rank of its data."""
+COUNTED = [(base, way, count) for base, way, count in CASES if RUNS[count][base][way].quiet]
+
+
+@pytest.mark.parametrize(("base", "way", "count"), COUNTED)
+def test_memory_falls_on_each_rank(results: Results, base: str, way: str, count: int) -> None:
+    """Counted in every allocation of a step."""
     for rank in results[str(count)]:
-        for policy in ("full", "selective", "everything"):
-            if policy in rank[base][COUNTED]:
-                plain, ours = rank[base][COUNTED][policy]["counted"]
-                assert max(ours) < min(plain), policy
+        for policy, found in rank[base][way].items():
+            plain, ours = found["counted"]
+            assert max(ours) < min(plain), policy
 
 
 PLANS = [
-    (b, n, p) for b, w, n in CASES if w == COUNTED for p in RUNS[n][b][w].policies if p in ("smallest", "one plan")
+    (base, way, count, policy)
+    for base, way, count in COUNTED
+    for policy, options in RUNS[count][base][way].policies.items()
+    if "budget" in options and (base, way) != ("tensor parallel", "sometimes")  # too few steps of each sequence
 ]
 
 
-@pytest.mark.parametrize(("base", "count", "policy"), PLANS)
-def test_the_peak_of_each_rank_is_the_predicted_one(results: Results, base: str, count: int, policy: str) -> None:
+@pytest.mark.parametrize(("base", "way", "count", "policy"), PLANS)
+def test_the_peak_of_each_rank_is_the_predicted_one(
+    results: Results, base: str, way: str, count: int, policy: str
+) -> None:
     """To the byte; and so is that of the base by itself."""
     for rank in results[str(count)]:
-        found = rank[base][COUNTED][policy]
+        found = rank[base][way][policy]
         (kind,) = found["peaks"]
         assert kind["measured"] == kind["predicted"] < kind["plain"]
-        assert [kind["plain"] - kind["static"]] * 2 == found["counted"][0]
+        plain, ours = found["counted"]
+        assert plain == [kind["plain"] - kind["static"]] * 2
+        if "fsdp" in base and policy == "smallest":
+            # Others take a snapshot as well, or agree on a plan, before the step that is predicted begins.
+            assert ours == [kind["predicted"] - kind["static"]] * 2
 
 
-@pytest.mark.parametrize(("base", "count"), [(base, count) for base, count, policy in PLANS if policy == "one plan"])
-def test_ranks_can_follow_one_plan(results: Results, base: str, count: int) -> None:
+@pytest.mark.parametrize(("base", "way", "count"), [(b, w, n) for b, w, n, policy in PLANS if policy == "one plan"])
+def test_ranks_can_follow_one_plan(results: Results, base: str, way: str, count: int) -> None:
     """One that fits on each of them, whatever their rows."""
     for rank in results[str(count)]:
-        found = rank[base][COUNTED]["one plan"]
+        found = rank[base][way]["one plan"]
         figures = found["ranks"]
         assert [f["rank"] for f in figures] == list(range(count))
         assert len({f["plan"] for f in figures}) == 1

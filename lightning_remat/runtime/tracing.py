@@ -7,8 +7,8 @@ of it, and every op that is replayed is timed a second time, warm.
 What is not dropped (block borders, results of factory functions) is held by recorded ops and by autograd, so that its
 storage lives on; there the end of the program's own tensor tells, for which the tape holds aliases of it instead.
 
-Known weaknesses: results of ops without gradient mode are no values, so other plans are taken to hold what this one's
-records held (too much, never too little); a program that holds nothing but a detached alias of a border seems to have
+Known weaknesses: results of ops without gradient mode, those of collectives excepted, are no values, so other plans are
+taken to hold what this one's records held; a program that holds nothing but a detached alias of a border seems to have
 let go of it, or to hold it longer; what ``create_graph=True`` saves inside the step is taken over as it was.
 """
 
@@ -37,6 +37,9 @@ from lightning_remat.planning.trace import EXIT, FREE, NEED, OTHER, RELEASE, RUN
 
 PROGRAM = 1
 """In a raw FREE event of a value that was kept: the program let go of it. 0: its storage is gone."""
+
+ARRIVAL = "_c10d_functional.wait_tensor.default"
+"""Where the result of a functional collective, as those of tensor parallel, comes into the step."""
 
 _grad_enabled = torch.is_grad_enabled
 _next_number = torch._C._autograd._get_sequence_nr
@@ -203,6 +206,8 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
                         self.keep(t)
         elif rule.form == "write":
             entry.outputs, entry.writes = self._overwritten(rule, args, kwargs, out, o)
+        elif rule.name == ARRIVAL:
+            entry.outputs = self._arrives(o, flat[0])
         else:
             entry.outputs = self._stays(o, flat, out)
         return out
@@ -230,6 +235,18 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         except (NotImplementedError, RuntimeError):
             pass  # a sparse tensor, or one without memory: its bytes remain those of others
         return tuple(found)
+
+    def _arrives(self, o: int, tensor: Tensor) -> tuple[int, ...]:
+        """A collective, which ran without gradient mode, is waited for: its result is a value from here on.
+
+        So recorded ops that read it are known to hold it.
+        """
+        if self._value_of(tensor) is not None:
+            return ()
+        self.fills.add(o)  # its memory is there already
+        value = self._new(tensor, o)
+        self._watch(tensor, value)
+        return (value,)
 
     def _take_last(self) -> Op | None:
         last, self._last = self._last, None

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.benchmarks import optimality
+from tests.helpers.forks import run_module
 from tests.helpers.runif import RunIf
 
 HERE = Path(__file__).parent
@@ -259,3 +260,15 @@ def test_offload_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     without, with_disk = written["budgets"]
     assert without["moved_bytes"] == 0 <= with_disk["moved_bytes"]
     assert with_disk["peak_bytes"] <= with_disk["predicted_bytes"]
+
+
+def test_ranks(tmp_path: Path) -> None:
+    """Of each rank what is predicted is what is counted, and nothing differs by a bit."""
+    out = tmp_path / "out.json"
+    run_module("tests.benchmarks.ranks", "--base", "fsdp2", "--json", str(out))
+    ranks = json.loads(out.read_text())["fsdp2"]
+    assert len(ranks) == 2
+    for rank in ranks:
+        assert rank["different"] == []
+        assert rank["smallest"]["predicted"] == rank["smallest"]["measured"] < rank["full"] < rank["plain"]
+        assert rank["budget"]["predicted"] == rank["budget"]["measured"] <= rank["allowed"] < rank["plain"]

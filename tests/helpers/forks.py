@@ -83,3 +83,17 @@ def run_module(name: str, *arguments: str, seconds: float = 280, **environment: 
     )
     assert found.returncode == 0, f"{found.stdout[-3000:]}\n{found.stderr[-3000:]}"
     return found.stdout
+
+
+def run_ranks(name: str, folder: Path, *arguments: str, seconds: float = 280, **environment: str) -> list[Any]:
+    """Run a module that starts several processes, and writes ``results.json``; what each of these has found.
+
+    Raises:
+        AssertionError: it failed, or one of them.
+    """
+    run_module(name, str(folder), *arguments, seconds=seconds, **environment)
+    ranks: list[Any] = json.loads((folder / "results.json").read_text())
+    for number, found in enumerate(ranks):
+        ended = found.keys() & {"error", "signal", "late"}
+        assert not ended, f"rank {number}: {found.get('error', found)}"
+    return ranks

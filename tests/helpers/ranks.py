@@ -46,6 +46,7 @@ def peaks_of(remat: Remat) -> list[dict[str, int]]:
     """Bytes for each kind of step (by sizes, with gradients or without) that was traced, and measured under a plan."""
     return [
         {
+            "static": known.static,
             "plain": known.static + known.result.plain.peak_bytes,
             "predicted": known.static + known.result.chosen.peak_bytes,
             "measured": known.static + known.measured.peak_bytes,

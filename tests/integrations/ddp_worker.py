@@ -1,10 +1,11 @@
-"""One of two processes that train together; tests/integrations/test_ddp.py starts them and reads what they write.
+"""Two processes that train together; tests/integrations/test_ddp.py reads what they have found.
 
-Each scenario is run plainly and under recomputation, and compared on this rank. Usage: ddp_worker.py OUTPUT_FOLDER
+Each scenario is run plainly and under recomputation, and compared on each rank.
+
+    python -m tests.integrations.ddp_worker FOLDER
 """
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,9 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_remat import RematCallback, RematStrategy
 from tests.helpers.exact import recompute_all
+from tests.helpers.ranks import rank, together
 from tests.helpers.training import Lit, Net, regression, regression_data, train
 
-RANK = int(os.environ.get("LOCAL_RANK", "0"))
+SECONDS = 240
 
 
 class Branching(nn.Module):
@@ -36,7 +38,7 @@ class Branching(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        branch = self.branches[(self.calls + RANK) % 2]
+        branch = self.branches[(self.calls + rank()) % 2]
         return self.trunk(x) + branch(x)
 
 
@@ -101,10 +103,10 @@ SCENARIOS = {
     "gradients as bucket views": Scenario(**with_options(gradient_as_bucket_view=True)),
     "small buckets": Scenario(**with_options(bucket_cap_mb=0.001)),
     "another policy on each rank": Scenario(
-        ours=lambda: RematStrategy(base="ddp", policy=["full", "selective"][RANK]),
+        ours=lambda: RematStrategy(base="ddp", policy=["full", "selective"][rank()]),
         options={"accumulate_grad_batches": 2},
     ),
-    "on one rank only": Scenario(ours=lambda: RematStrategy(base="ddp", policy=["none", recompute_all][RANK])),
+    "on one rank only": Scenario(ours=lambda: RematStrategy(base="ddp", policy=["none", recompute_all][rank()])),
     "manual optimization": Scenario(**with_options(), module=Manual),
     # Less than any plan needs: the one with the smallest peak.
     "budget": Scenario(ours=lambda: RematStrategy(base="ddp", budget=1), options={"accumulate_grad_batches": 2}),
@@ -124,7 +126,7 @@ SCENARIOS = {
 def data() -> Any:
     """Other batches on each rank."""
     batches = list(regression_data(8))
-    return torch.utils.data.DataLoader(batches[RANK * 4 : RANK * 4 + 4], batch_size=None)
+    return torch.utils.data.DataLoader(batches[rank() * 4 : rank() * 4 + 4], batch_size=None)
 
 
 def compare(scenario: Scenario) -> dict[str, Any]:
@@ -156,11 +158,17 @@ def compare(scenario: Scenario) -> dict[str, Any]:
     }
 
 
-def main(folder: Path) -> None:
+def job() -> dict[str, Any]:
+    """All scenarios on one rank."""
     torch.set_num_threads(1)
     results = {name: compare(scenario) for name, scenario in SCENARIOS.items()}
-    (folder / f"{RANK}.json").write_text(json.dumps(results))
     distributed.destroy_process_group()
+    return results
+
+
+def main(folder: Path) -> None:
+    """Two ranks."""
+    (folder / "results.json").write_text(json.dumps(together(folder, 2, job, SECONDS)))
 
 
 if __name__ == "__main__":

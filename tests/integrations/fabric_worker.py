@@ -1,6 +1,6 @@
-"""One of two processes that train together in a Fabric loop; test_fabric.py starts them and reads what they write.
+"""Two processes that train together in a Fabric loop; test_fabric.py reads what they have found.
 
-Usage: fabric_worker.py OUTPUT_FOLDER
+python -m tests.integrations.fabric_worker FOLDER
 """
 
 import json
@@ -17,10 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_remat import ConfigurationError, Remat
 from tests.helpers.exact import recompute_all
+from tests.helpers.ranks import rank, together
 from tests.helpers.training import Net
 from tests.integrations.fabric_loop import Loop, batches
 
-RANK = int(os.environ.get("LOCAL_RANK", "0"))
+SECONDS = 240
 
 
 class Branching(nn.Module):
@@ -34,7 +35,7 @@ class Branching(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        return self.trunk(x) + self.branches[(self.calls + RANK) % 2](x)
+        return self.trunk(x) + self.branches[(self.calls + rank()) % 2](x)
 
 
 def ddp(**options: Any) -> Callable[[], dict[str, Any]]:
@@ -55,13 +56,13 @@ WAYS: dict[str, Callable[[], Remat]] = {
     "selective": lambda: Remat(policy="selective"),
     "recompute all": lambda: Remat(policy=recompute_all),
     "budget": lambda: Remat(budget=1),
-    "another on each rank": lambda: Remat(policy=["full", "selective"][RANK]),
+    "another on each rank": lambda: Remat(policy=["full", "selective"][rank()]),
 }
 
 
 def compare(loop: Loop) -> dict[str, Any]:
     """By way, what differs and how much was computed again."""
-    data = batches(6, RANK, rows=6 + 2 * RANK)  # other sizes on each rank
+    data = batches(6, rank(), rows=6 + 2 * rank())  # other sizes on each rank
     plain = loop.run(None, data, launch=True)
     found: dict[str, Any] = {}
     for name, make in WAYS.items():
@@ -74,7 +75,7 @@ def compare(loop: Loop) -> dict[str, Any]:
 
 def attempted() -> str:
     """What running a replica's step again by one process alone comes to."""
-    run = LOOPS["ddp"].run(None, batches(1, RANK), launch=True)
+    run = LOOPS["ddp"].run(None, batches(1, rank()), launch=True)
     try:
         Remat(policy="full").attempt(lambda: None, run.model)
     except ConfigurationError as error:
@@ -82,12 +83,20 @@ def attempted() -> str:
     return ""
 
 
-def main(folder: Path) -> None:
+def job() -> dict[str, Any]:
+    """All loops on one rank."""
     torch.set_num_threads(1)
+    # Fabric is told that it was started from outside.
+    os.environ.update(LT_ACCELERATOR="cpu", LT_DEVICES="2", LT_CLI_USED="0")
     results: dict[str, Any] = {name: compare(loop) for name, loop in LOOPS.items()}
     results["attempt"] = attempted()
-    (folder / f"{RANK}.json").write_text(json.dumps(results))
     distributed.destroy_process_group()
+    return results
+
+
+def main(folder: Path) -> None:
+    """Two ranks."""
+    (folder / "results.json").write_text(json.dumps(together(folder, 2, job, SECONDS)))
 
 
 if __name__ == "__main__":

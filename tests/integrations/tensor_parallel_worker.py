@@ -133,6 +133,7 @@ class Scenario:
     micro_batches: int = 1
     replays: bool = True
     less: float | None = None  # the peak is below that part of the plain one
+    shard: Callable[[Model, DeviceMesh], None] | None = None  # what remains of each process's part, over others
 
 
 def under(policy: Any, less: float | None = 0.95, **options: Any) -> Scenario:
@@ -166,9 +167,9 @@ SCENARIOS = {
 }
 
 
-def batches() -> list[tuple[Tensor, Tensor]]:
-    """The same for every process."""
-    generator = torch.Generator().manual_seed(5)
+def batches(part: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """The same for every process over which layers are spread."""
+    generator = torch.Generator().manual_seed(5 + part)
     shape = (2, LENGTH)
     return [
         (
@@ -183,9 +184,14 @@ def train(scenario: Scenario, mesh: DeviceMesh, remat: Remat | None) -> dict[str
     """What a training leaves behind."""
     seed_everything(3)
     model = Model(**scenario.model)
-    spread(model, mesh, **scenario.spread)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    data = iter(batches())
+    if scenario.shard is None:
+        spread(model, mesh, **scenario.spread)
+        data = iter(batches())
+    else:
+        spread(model, mesh["spread"], **scenario.spread)
+        scenario.shard(model, mesh["sharded"])
+        data = iter(batches(mesh["sharded"].get_local_rank()))
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
     losses, gradients, peaks, calls = [], [], [], []
     model.register_forward_hook(lambda *args: calls.append(1))
     losing = scenario.spread.get("losses", False)
@@ -242,7 +248,7 @@ PLAIN: dict[str, dict[str, Any]] = {}
 
 
 def compare(scenario: Scenario, mesh: DeviceMesh) -> dict[str, Any]:
-    config = repr((scenario.model, scenario.spread, scenario.micro_batches))
+    config = repr((scenario.model, scenario.spread, scenario.micro_batches, scenario.shard))
     plain = PLAIN.get(config) or PLAIN.setdefault(config, train(scenario, mesh, None))
     remat = scenario.remat()
     ours = train(scenario, mesh, remat)

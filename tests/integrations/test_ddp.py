@@ -1,6 +1,5 @@
 """Two processes with gloo on the CPU: per tensor and bit for bit what Lightning's DDP gives."""
 
-import json
 import os
 import signal
 import socket
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.forks import run_ranks
 from tests.integrations.ddp_worker import SCENARIOS
 
 ROOT = Path(__file__).parents[2]
@@ -61,16 +61,9 @@ def start(output: Path, *arguments: str, **environment: str) -> subprocess.Popen
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two ranks has found, by scenario: all scenarios in one pair of processes, since imports take longer
-    than the trainings."""
-    folder = tmp_path_factory.mktemp("ddp")
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "NODE_RANK": "0"}
-    script = str(ROOT / "tests/integrations/ddp_worker.py")
-    outputs = [folder / f"{rank}.txt" for rank in range(2)]
-    processes = [start(output, script, str(folder), LOCAL_RANK=str(i), **place) for i, output in enumerate(outputs)]
-    if not finish(processes):
-        pytest.fail("\n".join(output.read_text()[-3000:] for output in outputs), pytrace=False)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    """What each of two ranks has found, by scenario: all in one pair of processes, since imports take longer than the
+    trainings."""
+    return run_ranks("tests.integrations.ddp_worker", tmp_path_factory.mktemp("ddp"))
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,12 @@ from torch import Tensor, nn
 from lightning_remat import ConfigurationError, Remat, RematStrategy
 from tests.helpers.bits import difference_in_bits, random_streams
 from tests.helpers.exact import EVERYTHING, recompute_all
+from tests.helpers.forks import run_ranks
 from tests.helpers.names import named
 from tests.helpers.seed import seed_everything
 from tests.helpers.training import Net
 from tests.integrations import fabric_worker
 from tests.integrations.fabric_loop import SETTINGS, Loop, batches
-from tests.integrations.test_ddp import ROOT, finish, free_port, start
 
 # Asked for on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore:policy='auto'. budget=1 B is not feasible")
@@ -219,15 +218,7 @@ def test_the_trainers_strategies_are_refused_with_what_to_do_instead(strategy: A
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks has found, by loop and way."""
-    folder = tmp_path_factory.mktemp("fabric")
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "NODE_RANK": "0"}
-    settings = {"LT_ACCELERATOR": "cpu", "LT_DEVICES": "2", "LT_CLI_USED": "0"}
-    script = str(ROOT / "tests/integrations/fabric_worker.py")
-    outputs = [folder / f"{rank}.txt" for rank in range(2)]
-    processes = [start(o, script, str(folder), LOCAL_RANK=str(i), **place, **settings) for i, o in enumerate(outputs)]
-    if not finish(processes):
-        pytest.fail("\n".join(output.read_text()[-3000:] for output in outputs), pytrace=False)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return run_ranks("tests.integrations.fabric_worker", tmp_path_factory.mktemp("fabric"))
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -1,29 +1,17 @@
 """Two gloo processes, parameters sharded by FullyShardedDataParallel: bit for bit what that gives plainly."""
 
-import json
 from typing import Any
 
 import pytest
 
-from tests.integrations.sharded_worker import FSDP1
-from tests.integrations.test_ddp import ROOT, finish, free_port, start
-
-SECONDS = 500  # for all scenarios together, on a busy machine; plain FSDP takes a third of it
+from tests.helpers.forks import run_ranks
+from tests.integrations.sharded_worker import FSDP1, SECONDS
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks has found, by scenario."""
-    folder = tmp_path_factory.mktemp("fsdp1")
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "NODE_RANK": "0"}
-    script = str(ROOT / "tests/integrations/sharded_worker.py")
-    outputs = [folder / f"{rank}.txt" for rank in range(2)]
-    processes = [
-        start(output, script, str(folder), "fsdp1", LOCAL_RANK=str(i), **place) for i, output in enumerate(outputs)
-    ]
-    if not finish(processes, SECONDS):
-        pytest.fail("\n".join(output.read_text()[-3000:] for output in outputs), pytrace=False)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return run_ranks("tests.integrations.sharded_worker", tmp_path_factory.mktemp("fsdp1"), "fsdp1", seconds=SECONDS)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -55,7 +55,7 @@ def peaks_of(remat: Remat) -> list[dict[str, int]]:
     ]
 
 
-def together(folder: Path, count: int, job: Callable[[], Any], seconds: float) -> list[Any]:
+def together(folder: Path, count: int, job: Callable[[], Any], seconds: float, *, naturally: bool = False) -> list[Any]:
     """Run a job in ``count`` processes.
 
     Args:
@@ -63,6 +63,8 @@ def together(folder: Path, count: int, job: Callable[[], Any], seconds: float) -
         count: of processes.
         job: returns something that JSON can carry.
         seconds: until those that still run are killed.
+        naturally: processes end as programs do that an error ends: Python is wound up, exit handlers run. One that
+            does not come to an end is ``"late"``, whatever it has written.
 
     Returns:
         For each process what its job returned; or a dictionary with ``"error"`` (a traceback), ``"signal"`` (what ended
@@ -79,7 +81,7 @@ def together(folder: Path, count: int, job: Callable[[], Any], seconds: float) -
             _end_with_parent()
             os.environ.update(place, LOCAL_RANK=str(number))
             _worlds.append(count)
-            _run(folder / f"{number}.json", job)
+            _run(folder / f"{number}.json", job, naturally)
         children[child] = number
     deadline = monotonic() + seconds
     ended: dict[int, Any] = {}
@@ -94,10 +96,10 @@ def together(folder: Path, count: int, job: Callable[[], Any], seconds: float) -
             found, status = os.waitpid(child, 0 if late else os.WNOHANG)
             if found:
                 path = folder / f"{number}.json"
-                if path.exists():
+                if path.exists() and not (late and naturally):
                     ended[number] = json.loads(path.read_text())
                 elif late:
-                    ended[number] = {"late": True}
+                    ended[number] = {"late": True, "written": path.exists()}
                 else:
                     ended[number] = {"signal": signal.Signals(os.WTERMSIG(status)).name}
         sleep(0.05)
@@ -113,7 +115,7 @@ def _end_with_parent() -> None:
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG in <sys/prctl.h>
 
 
-def _run(path: Path, job: Callable[[], Any]) -> None:
+def _run(path: Path, job: Callable[[], Any], naturally: bool) -> None:
     """Never returns."""
     try:
         answer = job()
@@ -123,6 +125,8 @@ def _run(path: Path, job: Callable[[], Any]) -> None:
     part = path.with_suffix(".part")
     part.write_text(json.dumps(answer))
     part.replace(path)
+    if naturally:
+        raise SystemExit(1)
     os._exit(
         0
     )  # the way a process ends when an error ends it: without waiting for the others, or the parent's handlers

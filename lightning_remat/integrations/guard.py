@@ -45,6 +45,7 @@ class Guard:
         self._make_closure: Callable[..., Any] | None = None
         self._redirection: Any = None
         self._listening = ExitStack()  # to what other processes leave word of
+        self._explained: int | None = None
 
     # ------------------------------------------------------------------ for the length of fit
 
@@ -69,6 +70,7 @@ class Guard:
     def remove(self) -> None:
         """Leave everything as it was; safe to repeat."""
         self._listening.close()
+        self._explained = None
         trainer, self._trainer = self._trainer, None
         if trainer is None:
             return
@@ -124,6 +126,12 @@ class Guard:
                 self._help_to_restart(error)
             explain_to_all(error)  # at once: what callbacks do when they see it may talk to the others
             raise
+
+    def explain(self, error: BaseException) -> None:
+        """What :func:`explain` does, once for each error."""
+        if self._explained != id(error):
+            self._explained = id(error)
+            explain(error)
 
     def _help_to_restart(self, error: NoMemoryLeft) -> None:
         """Save the plan that needs least, so that training can go on from its last checkpoint under it."""

@@ -6,6 +6,7 @@ The forks find each other through the usual variables of the environment, and wr
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import signal
@@ -74,6 +75,10 @@ def together(folder: Path, count: int, job: Callable[[], Any], seconds: float, *
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count), "NODE_RANK": "0"}
     sys.stdout.flush()
     sys.stderr.flush()
+    if naturally:
+        # Or else each process that is wound up looks through all that was imported, and gets a copy of its memory.
+        gc.collect()
+        gc.freeze()
     children: dict[int, int] = {}
     for number in range(count):
         child = os.fork()

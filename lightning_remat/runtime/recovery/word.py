@@ -70,6 +70,8 @@ class _Listener:
         self._mine = ""  # what this process has left
         self._users = 0
         self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._number = 0  # of trainings and steps so far
         self._at_exit = False
 
     # ------------------------------------------------------------------ while steps run
@@ -86,8 +88,14 @@ class _Listener:
                 _store().compare_set(_KEY, mine, "")
             except (RuntimeError, ValueError):  # the store is gone
                 return
+        if self._thread is None:
+            atexit.register(self._stop)
+        self._number += 1
         self._over = threading.Event()
-        threading.Thread(target=self._listen, args=(self._over,), name="lightning-remat-ranks", daemon=True).start()
+        self._thread = threading.Thread(
+            target=self._listen, args=(self._over,), name="lightning-remat-ranks", daemon=True
+        )
+        self._thread.start()
 
     def end(self) -> None:
         """It is over."""
@@ -108,6 +116,12 @@ class _Listener:
                     store.set(_place(dist.get_rank()), _short(said))
             except (RuntimeError, ValueError):  # the store is gone, or the group was destroyed
                 return
+
+    def _stop(self) -> None:
+        """The process ends, and with it what a thread would need."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join(_PATIENCE)
 
     # ------------------------------------------------------------------ when one has ended
 
@@ -170,6 +184,12 @@ class _Listener:
         except (RuntimeError, ValueError):  # the store is gone
             return self.word or _NOBODY_TO_ASK
 
+    def all_interrupted(self, seconds: float) -> bool:
+        """Whether training ends by an error in all processes."""
+        store, place, text = _store(), f"{_KEY}/interrupted", str(self._number)
+        store.set(f"{place}/{dist.get_rank()}", text)
+        return not _wait_for(store, place, text, frozenset(), seconds)
+
 
 _listener = _Listener()
 
@@ -221,6 +241,14 @@ def explain(error: BaseException, *, at_exit: bool = False) -> None:
         tell_others("by an error", error, at_exit=at_exit)
 
 
+def all_interrupted(seconds: float = 5.0) -> bool:
+    """Whether training has ended by an error in all processes, within that time."""
+    try:
+        return _listener.all_interrupted(seconds)
+    except RuntimeError:  # the store is gone, and rank zero with it
+        return False
+
+
 def _words(error: BaseException) -> str:
     text = str(error).strip()
     return text if text and isinstance(error, RematError) else f"{type(error).__name__}: {text}".rstrip(": ")
@@ -245,12 +273,17 @@ def _short(said: str) -> str:
 
 def _wait_for_answers(store: Any, said: str, gone: frozenset[int]) -> frozenset[int]:
     """Wait until all others have read something; who has not within a bounded time."""
+    return _wait_for(store, _KEY, _short(said), gone, _PATIENCE)
+
+
+def _wait_for(store: Any, place: str, text: str, gone: frozenset[int], seconds: float) -> frozenset[int]:
+    """Wait until each of the others has put down this text in its place; who has not in that time."""
     waiting = set(range(dist.get_world_size())) - {dist.get_rank()} - gone
-    until = monotonic() + _PATIENCE
+    until = monotonic() + seconds
     while waiting:
         for rank in sorted(waiting):
-            place = _place(rank)
-            if store.check([place]) and store.get(place).decode() == _short(said):
+            own = f"{place}/{rank}"
+            if store.check([own]) and store.get(own).decode() == text:
                 waiting.discard(rank)
         if monotonic() > until:
             break

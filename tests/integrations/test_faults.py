@@ -1,6 +1,7 @@
 """Every base, with one process, several or all failing or killed: all end soon and say the same, or all go on."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ NOTE = "lightning-remat: another process has ended, "
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """All trainings, forked from one process, since imports take longer than they do."""
     folder = tmp_path_factory.mktemp("faults")
-    run_module("tests.integrations.fault_worker", str(folder))
+    run_module("tests.integrations.fault_worker", str(folder), seconds=900)
     found: Results = json.loads((folder / "results.json").read_text())
     return found
 
@@ -75,14 +76,13 @@ def test_who_was_killed_is_found_out(results: Results, name: str) -> None:
     fault = KILLED[name]
     found = results["killed"][name]
     assert [found[rank] for rank in fault.ranks] == [{"signal": "SIGKILL"}]
-    _, others = ended(
-        [one for rank, one in enumerate(found) if rank not in fault.ranks], Fault(base=print, place="", ranks=())
-    )
+    survivors = [one for rank, one in enumerate(found) if rank not in fault.ranks]
+    _, others = ended(survivors, replace(fault, ranks=()))
     assert others
     gone = fault.ranks[0]
     for text in others:
         assert text.startswith(
-            f"{NOTE}rank {gone}, without a word" if gone else f"{NOTE}and rank zero, which has the store"
+            NOTE + (f"rank {gone}, without a word" if gone else "and rank zero, which has the store")
         )
         assert "last checkpoint" in text
         assert "a mistake in the model" not in text  # what an earlier training ended by

@@ -49,6 +49,11 @@ def mistake() -> None:
     raise ValueError("a mistake in the model")
 
 
+def timed_out() -> None:
+    """A collective that failed although all others live."""
+    raise RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1000ms for recv operation")
+
+
 def either() -> None:
     """Two at once, of which neither is a consequence of the other."""
     if rank() == 0:
@@ -349,6 +354,7 @@ MISTAKES = {
     "fsdp2, checkpoint": Fault(base=fsdp2, place="checkpoint", what=mistake, options=SAVING),
     "loop, forward": Fault(base=loop, place="forward", what=mistake),
     "loop, forward, rank zero": Fault(base=loop, place="forward", what=mistake, ranks=(0,)),
+    "loop, timed out": Fault(base=loop, place="forward", what=timed_out),
 }
 KILLED = {
     "ddp, backward, rank zero": Fault(base=ddp, place="backward", what=killed, ranks=(0,)),

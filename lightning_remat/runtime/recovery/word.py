@@ -29,6 +29,7 @@ from lightning_remat.runtime.recovery.exhausted import with_note
 _KEY = "lightning_remat/ended"
 _CALL = "roll call "
 _EVERY = 0.2  # seconds between two looks
+_LONGEST = 8000  # characters of an error that others are told
 _PATIENCE = 2.0  # seconds until those that have not answered are taken for gone
 
 _WITHOUT_A_WORD = (
@@ -41,12 +42,10 @@ _NOBODY_TO_ASK = (
     "checkpoint."
 )
 
+_CLOSED = ("connection closed by peer", "connection reset by peer", "remote process exited", "broken pipe")
 _LOST = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "remote process exited",
+    *_CLOSED,
     "socket closed",
-    "broken pipe",
     "heartbeat",
     "timed out waiting",
     "communicator was aborted",
@@ -55,11 +54,20 @@ _LOST = (
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Whether a collective failed since another process is gone."""
-    if isinstance(error, dist.DistError):
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(words in text for words in _LOST)
+    """Whether a collective failed, probably since another process is gone."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _says(error, _LOST))
+
+
+def _says(error: BaseException, phrases: tuple[str, ...]) -> bool:
+    text = _text(error).lower()
+    return any(phrase in text for phrase in phrases)
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error).strip()
+    except Exception:  # a class of the user's own may fail at this
+        return ""
 
 
 class _Listener:
@@ -160,8 +168,12 @@ class _Listener:
         except RuntimeError:  # the store is gone
             return
 
-    def cause(self) -> str | None:
-        """Who has ended and why, when a connection is lost; None: nobody has."""
+    def cause(self, closed: bool) -> str | None:
+        """Who has ended and why, when a collective has failed; None: all others still answer.
+
+        Args:
+            closed: it failed since a connection was closed, so that one has certainly gone.
+        """
         try:
             store = _store()
             said = _read(store)
@@ -171,9 +183,9 @@ class _Listener:
                 if said != call:
                     continue
                 store.set(_place(dist.get_rank()), _short(call))
-                # Of two, it is clear which one has gone.
                 others = frozenset(range(dist.get_world_size())) - {dist.get_rank()}
-                gone = others if len(others) == 1 else _wait_for_answers(store, call, frozenset())
+                known = closed and len(others) == 1
+                gone = others if known else _wait_for_answers(store, call, frozenset())
                 said = _read(store)
                 if said == call and not gone:
                     store.compare_set(_KEY, call, "")
@@ -235,7 +247,7 @@ def explain(error: BaseException, *, at_exit: bool = False) -> None:
         tell_others("since it was out of memory", error)
     elif isinstance(error, OffloadError):
         tell_others("since what had left its device could not be had back", error)
-    elif is_lost_connection(error) and (cause := _listener.cause()) is not None:
+    elif is_lost_connection(error) and (cause := _listener.cause(_says(error, _CLOSED))) is not None:
         with_note(error, f"lightning-remat: another process has ended, {cause}")
     else:
         tell_others("by an error", error, at_exit=at_exit)
@@ -250,7 +262,7 @@ def all_interrupted(seconds: float = 5.0) -> bool:
 
 
 def _words(error: BaseException) -> str:
-    text = str(error).strip()
+    text = _text(error)[:_LONGEST]
     return text if text and isinstance(error, RematError) else f"{type(error).__name__}: {text}".rstrip(": ")
 
 

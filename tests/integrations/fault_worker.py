@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
-from lightning_remat import Remat, RematStrategy
+from lightning_remat import Remat, RematCallback, RematStrategy
 from lightning_remat.integrations import sharing
 from tests.helpers.bits import difference_in_bits, random_streams
 from tests.helpers.ranks import rank, together, world
@@ -196,7 +196,8 @@ def fit(module: type[Module], strategy: Any, folder: Path, same: bool = False, *
     lit = module(Faulty(), regression)
     saving = options.pop("saving", None)
     place, always = folder / "checkpoints", saving == "always"
-    callbacks = [ModelCheckpoint(place, every_n_train_steps=2, save_on_exception=always)] if saving else []
+    callbacks: list[Any] = [ModelCheckpoint(place, every_n_train_steps=2, save_on_exception=always)] if saving else []
+    callbacks += options.pop("others", [])
     trainer = trainer_for(
         strategy,
         callbacks,
@@ -236,6 +237,11 @@ def local(value: Any) -> Any:
 def ddp(folder: Path, plainly: bool, strategy: Any = None, ours: Any = None, **options: Any) -> Any:
     made: Any = DDPStrategy if plainly else partial(RematStrategy, base="ddp", **(ours or {"policy": "full"}))
     return fit(Module, made(**(strategy or {})), folder, **options)
+
+
+def callback(folder: Path, plainly: bool) -> Any:
+    """A strategy of the user's own."""
+    return fit(Module, DDPStrategy(), folder, others=[] if plainly else [RematCallback(policy="full")])
 
 
 def second(folder: Path, plainly: bool) -> Any:
@@ -325,11 +331,10 @@ MEMORY = {
     "ddp, find_unused_parameters, optimizer step": Fault(base=ddp, place="optimizer step", options=UNUSED),
     "ddp, static_graph, first backward": Fault(base=ddp, place="backward", options=STATIC, step=1),
     "ddp, validation": Fault(base=ddp, place="validation", options=VALIDATED),
-    "ddp, optimizer step, saved at errors": Fault(base=ddp, place="optimizer step", options=ALWAYS),
+    "callback, optimizer step": Fault(base=callback, place="optimizer step"),
     "fsdp1, first forward": Fault(base=fsdp1, place="forward", step=1),
     "fsdp1, backward": Fault(base=fsdp1, place="backward"),
     "fsdp1, optimizer step": Fault(base=fsdp1, place="optimizer step"),
-    "fsdp1, forward, saved at errors": Fault(base=fsdp1, place="forward", options=ALWAYS),
     "fsdp2, first forward": Fault(base=fsdp2, place="forward", step=1),
     "fsdp2, backward": Fault(base=fsdp2, place="backward"),
     "fsdp2, optimizer step": Fault(base=fsdp2, place="optimizer step"),

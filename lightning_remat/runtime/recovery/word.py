@@ -253,7 +253,7 @@ def explain(error: BaseException, *, at_exit: bool = False) -> None:
         tell_others("by an error", error, at_exit=at_exit)
 
 
-def all_interrupted(seconds: float = 5.0) -> bool:
+def all_interrupted(seconds: float = 3.0) -> bool:
     """Whether training has ended by an error in all processes, within that time."""
     try:
         return _listener.all_interrupted(seconds)

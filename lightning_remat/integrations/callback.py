@@ -11,7 +11,7 @@ from lightning_remat.errors import ConfigurationError
 from lightning_remat.integrations.bases import SUPPORTED, is_known_not_to_work
 from lightning_remat.integrations.checkpoints import is_fitting, load_state, with_state
 from lightning_remat.integrations.deepspeed import check_deepspeed, is_deepspeed
-from lightning_remat.integrations.guard import Guard, explain
+from lightning_remat.integrations.guard import Guard
 from lightning_remat.integrations.monitor import Monitor
 from lightning_remat.integrations.precision import refuse_precision
 from lightning_remat.integrations.sharing import Agreement
@@ -146,7 +146,7 @@ class RematCallback(Callback):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """The same; Lightning does not call ``teardown`` then."""
-        explain(exception)
+        self._guard.explain(exception)
         self._restore(trainer)
 
     def _restore(self, trainer: Any) -> None:

@@ -9,6 +9,7 @@ place that does so, and a test pins what it relies on. In manual optimization al
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,21 +21,14 @@ from lightning_remat.engine.out_of_memory import is_out_of_memory
 from lightning_remat.errors import ConfigurationError, NoMemoryLeft, OffloadError
 from lightning_remat.integrations.deepspeed import NOT_TWICE, is_deepspeed
 from lightning_remat.integrations.loop_state import LoopState
-from lightning_remat.integrations.ranks import (
-    NOBODY_TO_ASK,
-    WITHOUT_A_WORD,
-    Replica,
-    is_lost_connection,
-    on_this_rank,
-    part,
-    tell_others,
-    word_from_others,
-)
+from lightning_remat.integrations.ranks import Replica
 from lightning_remat.runtime.recovery.company import Company, is_distributed
 from lightning_remat.runtime.recovery.exhausted import note_outside, with_note
 from lightning_remat.runtime.recovery.once import Once
 from lightning_remat.runtime.recovery.retry import Undo, comes_through
 from lightning_remat.runtime.recovery.snapshot import Snapshot
+from lightning_remat.runtime.recovery.word import explain as explain_to_all
+from lightning_remat.runtime.recovery.word import listening, tell_others
 from lightning_remat.runtime.session import Remat
 
 
@@ -52,6 +46,8 @@ class Guard:
         self._replica: Replica | None = None
         self._make_closure: Callable[..., Any] | None = None
         self._redirection: Any = None
+        self._listening = ExitStack()  # to what other processes leave word of
+        self._explained: int | None = None
 
     # ------------------------------------------------------------------ for the length of fit
 
@@ -59,6 +55,8 @@ class Guard:
         """Come between the trainer and its closures; the model has been set up."""
         self.remove()
         self.remat.check_place()
+        self._listening = ExitStack()
+        self._listening.enter_context(listening())
         self._trainer = trainer
         self.remat.guarded = True
         self.remat.meet(trainer.strategy.model)  # around the module, where FSDP wraps it
@@ -73,6 +71,8 @@ class Guard:
 
     def remove(self) -> None:
         """Leave everything as it was; safe to repeat."""
+        self._listening.close()
+        self._explained = None
         trainer, self._trainer = self._trainer, None
         if trainer is None:
             return
@@ -123,14 +123,17 @@ class Guard:
         deferred = self._replica is not None
         try:
             return self.remat.run(step, self._parts(manual), deferred=deferred, ours=_is_ours)
-        except NoMemoryLeft as error:
-            if error.irreversible is not None:
+        except (NoMemoryLeft, OffloadError) as error:
+            if isinstance(error, NoMemoryLeft) and error.irreversible is not None:
                 self._help_to_restart(error)
-            tell_others(f"since it was out of memory. {on_this_rank(error)}")
+            explain_to_all(error)  # at once: what callbacks do when they see it may talk to the others
             raise
-        except OffloadError as error:
-            tell_others(f"since what had left its device could not be had back. {on_this_rank(error)}")
-            raise
+
+    def explain(self, error: BaseException) -> None:
+        """What :func:`explain` does, once for each error."""
+        if self._explained != id(error):
+            self._explained = id(error)
+            explain(error)
 
     def _help_to_restart(self, error: NoMemoryLeft) -> None:
         """Save the plan that needs least, so that training can go on from its last checkpoint under it."""
@@ -184,26 +187,14 @@ _PLACES = (
 def explain(error: BaseException) -> None:
     """Add to an error that ends training what is known of it: why it was not got over, or how another process ended."""
     if isinstance(error, (NoMemoryLeft, OffloadError)):
-        part()
-        return
+        return  # that was told where it was raised
     if is_out_of_memory(error):
         places = [place for function, module, place in _PLACES if comes_through(error, function, module)]
         place = places[0] if places else "a hook or loop around the training step"
         with_note(error, note_outside(place))
-        tell_others(f"since it was out of memory in {place}. {on_this_rank(error)}")
-    elif is_distributed():
-        lost = is_lost_connection(error)
-        try:
-            word = word_from_others() if isinstance(error, RuntimeError) else None
-            if word is None and lost:
-                word = WITHOUT_A_WORD
-        except RuntimeError:
-            word = NOBODY_TO_ASK if lost else None
-        if word is not None:
-            with_note(error, f"lightning-remat: another process has ended, {word}")
-        elif isinstance(error, Exception):
-            tell_others(f"by an error. {on_this_rank(error)}")
-    part()
+        tell_others(f"since it was out of memory in {place}", error)
+    else:
+        explain_to_all(error)
 
 
 class _Redirection:

@@ -11,38 +11,12 @@ training that survives the loss of a process.)
 
 from __future__ import annotations
 
-from time import monotonic, sleep
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_remat.runtime.recovery.company import BEGUN, is_distributed, sequences
-
-_KEY = "lightning_remat/ended"
-
-WITHOUT_A_WORD = (
-    "without a word, as one does that the system has killed (the host's memory may have run out) or whose machine was "
-    "lost. Its own output and the system's log may say more; training can go on from its last checkpoint."
-)
-"""How a process ended that left no word of it."""
-
-NOBODY_TO_ASK = (
-    "and rank zero, which would know why, has ended too: see its output. Training can go on from its last checkpoint."
-)
-"""The same where nobody can be asked."""
-
-_LOST = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "remote process exited",
-    "socket closed",
-    "broken pipe",
-    "heartbeat",
-    "timed out waiting",
-    "communicator was aborted",
-)
+from lightning_remat.runtime.recovery.company import BEGUN, sequences
 
 
 class Replica:
@@ -102,52 +76,3 @@ class Replica:
         reducer._reset_state()
         if self._used is not None:
             reducer._get_local_used_map().copy_(self._used)
-
-
-def on_this_rank(error: BaseException) -> str:
-    """An error in words for the other processes."""
-    return f"rank {dist.get_rank()}: {error}" if is_distributed() else str(error)
-
-
-def is_lost_connection(error: BaseException) -> bool:
-    """Whether a collective failed since another process is gone."""
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(words in text for words in _LOST)
-
-
-def tell_others(text: str) -> None:
-    """Leave word for the other processes, whose collectives are about to fail: why this one has ended."""
-    if is_distributed():
-        try:
-            dist.distributed_c10d._get_default_store().set(_KEY, text)
-        except RuntimeError:  # the store is gone, and with it everybody who could have read it
-            return
-
-
-def word_from_others() -> str | None:
-    """What another process has left word of; None: nothing has been left.
-
-    Raises:
-        RuntimeError: nobody can be asked: the store goes with the process of rank zero.
-    """
-    if not is_distributed():
-        return None
-    store = dist.distributed_c10d._get_default_store()
-    return store.get(_KEY).decode() if store.check([_KEY]) else None
-
-
-def part(seconds: float = 2.0) -> None:
-    """This process ends by an error. Rank zero, which has the store, gives the others a moment to read what is left."""
-    if not is_distributed():
-        return
-    try:
-        store = dist.distributed_c10d._get_default_store()
-        if dist.get_rank() != 0:
-            store.set(f"{_KEY}/{dist.get_rank()}", "")
-            return
-        others = [f"{_KEY}/{rank}" for rank in range(1, dist.get_world_size())]
-        until = monotonic() + seconds
-        while monotonic() < until and not store.check(others):
-            sleep(0.02)
-    except RuntimeError:  # the store is gone
-        return

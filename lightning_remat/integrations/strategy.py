@@ -18,8 +18,9 @@ from lightning_remat.integrations.bases import NAMESPACES, Recomputing, check_op
 from lightning_remat.integrations.checkpoints import is_fitting, load_state, with_state
 from lightning_remat.integrations.deepspeed import check_deepspeed, check_options_of_deepspeed, is_deepspeed
 from lightning_remat.integrations.fabric import refuse, register_refusals
-from lightning_remat.integrations.guard import Guard, explain
+from lightning_remat.integrations.guard import Guard
 from lightning_remat.integrations.monitor import Monitor
+from lightning_remat.integrations.parting import Parting
 from lightning_remat.integrations.precision import refuse_precision
 from lightning_remat.integrations.sharing import Agreement
 from lightning_remat.offload_option import Offload
@@ -100,6 +101,7 @@ class RematStrategy(Recomputing, _Base):
             compiled=compiled,
         )
         self._guard = Guard(self.remat)
+        self._parting = Parting(self._guard.explain)
         self._agreement = Agreement(self.remat) if share_plan else None
         if base_class is None:
             self._settings = (base, _namespace)
@@ -136,8 +138,23 @@ class RematStrategy(Recomputing, _Base):
 
     def on_exception(self, exception: BaseException) -> None:
         """Training ends by an error: if it was out of memory, say why that was not got over."""
-        explain(exception)
+        self._guard.explain(exception)
         super().on_exception(exception)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """The base's, unless training ends by an error here, and not in the processes that would be waited for."""
+        if self._parting.alone(self) is None:
+            super().barrier(*args, **kwargs)  # type: ignore[safe-super]  # that of the base, which has one
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The base's; where that takes all processes, not if training ends by an error in this one alone."""
+        self._parting.before_state(self)
+        return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Likewise."""
+        self._parting.before_state(self)
+        return super().optimizer_state(optimizer)
 
     def on_train_start(self) -> None:
         """Training begins, and is followed from here."""
@@ -262,7 +279,8 @@ def _settle(strategy: Any) -> None:
     check_options(base, [base_class], options)
     strategy.__dict__.clear()
     strategy.__class__ = strategy_class(base_class)
-    strategy.remat, strategy._guard, strategy._agreement = given["remat"], given["_guard"], given["_agreement"]
+    for name in ("remat", "_guard", "_parting", "_agreement"):
+        setattr(strategy, name, given[name])
     base_class.__init__(strategy, **options)  # type: ignore[misc]  # of the class that it has just become
     for name in ("_accelerator", "_precision_plugin", "_checkpoint_io"):
         if given.get(name) is not None:

@@ -21,6 +21,7 @@ from lightning_remat.runtime.recovery.company import Company, is_distributed
 from lightning_remat.runtime.recovery.once import SHARDED, Once
 from lightning_remat.runtime.recovery.retry import Undo
 from lightning_remat.runtime.recovery.tightening import Tightening
+from lightning_remat.runtime.recovery.word import explain, listening
 from lightning_remat.runtime.stepping import Stepping
 from lightning_remat.runtime.tuning import remembering
 from lightning_remat.runtime.tuning.pilot import Pilot
@@ -429,7 +430,12 @@ class Remat(Stepping):
             undo.insert(0, Company())
         for module in [c for c in changes if isinstance(c, nn.Module)]:
             self.meet(module)
-        return self.run(step, undo)
+        with listening():
+            try:
+                return self.run(step, undo)
+            except BaseException as error:
+                explain(error, at_exit=True)
+                raise
 
     def run(
         self,

@@ -6,6 +6,7 @@ The forks find each other through the usual variables of the environment, and wr
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import signal
@@ -56,7 +57,7 @@ def peaks_of(remat: Remat) -> list[dict[str, int]]:
     ]
 
 
-def together(folder: Path, count: int, job: Callable[[], Any], seconds: float) -> list[Any]:
+def together(folder: Path, count: int, job: Callable[[], Any], seconds: float, *, naturally: bool = False) -> list[Any]:
     """Run a job in ``count`` processes.
 
     Args:
@@ -64,6 +65,8 @@ def together(folder: Path, count: int, job: Callable[[], Any], seconds: float) -
         count: of processes.
         job: returns something that JSON can carry.
         seconds: until those that still run are killed.
+        naturally: processes end as programs do that an error ends: Python is wound up, exit handlers run. One that
+            does not come to an end is ``"late"``, whatever it has written.
 
     Returns:
         For each process what its job returned; or a dictionary with ``"error"`` (a traceback), ``"signal"`` (what ended
@@ -73,6 +76,10 @@ def together(folder: Path, count: int, job: Callable[[], Any], seconds: float) -
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count), "NODE_RANK": "0"}
     sys.stdout.flush()
     sys.stderr.flush()
+    if naturally:
+        # Or else each process that is wound up looks through all that was imported, and gets a copy of its memory.
+        gc.collect()
+        gc.freeze()
     children: dict[int, int] = {}
     for number in range(count):
         child = os.fork()
@@ -80,7 +87,7 @@ def together(folder: Path, count: int, job: Callable[[], Any], seconds: float) -
             _end_with_parent()
             os.environ.update(place, LOCAL_RANK=str(number))
             _worlds.append(count)
-            _run(folder / f"{number}.json", job)
+            _run(folder / f"{number}.json", job, naturally)
         children[child] = number
     deadline = monotonic() + seconds
     ended: dict[int, Any] = {}
@@ -95,10 +102,10 @@ def together(folder: Path, count: int, job: Callable[[], Any], seconds: float) -
             found, status = os.waitpid(child, 0 if late else os.WNOHANG)
             if found:
                 path = folder / f"{number}.json"
-                if path.exists():
+                if path.exists() and not (late and naturally):
                     ended[number] = json.loads(path.read_text())
                 elif late:
-                    ended[number] = {"late": True}
+                    ended[number] = {"late": True, "written": path.exists()}
                 else:
                     ended[number] = {"signal": signal.Signals(os.WTERMSIG(status)).name}
         sleep(0.05)
@@ -114,7 +121,7 @@ def _end_with_parent() -> None:
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG in <sys/prctl.h>
 
 
-def _run(path: Path, job: Callable[[], Any]) -> None:
+def _run(path: Path, job: Callable[[], Any], naturally: bool) -> None:
     """Never returns."""
     try:
         answer = job()
@@ -124,6 +131,8 @@ def _run(path: Path, job: Callable[[], Any]) -> None:
     part = path.with_suffix(".part")
     part.write_text(json.dumps(answer))
     part.replace(path)
+    if naturally:
+        raise SystemExit(1)
     os._exit(
         0
     )  # the way a process ends when an error ends it: without waiting for the others, or the parent's handlers

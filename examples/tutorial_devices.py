@@ -211,7 +211,7 @@ def out_of_memory(plain: str) -> list[int]:
 def refused() -> None:
     say("\n== Refused")
     try:
-        RematStrategy(base="deepspeed_stage_2")
+        RematStrategy(base="deepspeed_stage_3")
     except ConfigurationError as error:
         say(wrapped(str(error)))
     sizes = {"data_parallel_size": 2, "tensor_parallel_size": 1}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from lightning_remat.planning.trace import NEED, NEVER, OTHER, RUN, SAVE, Event, Trace
+from lightning_remat.planning.trace import NEED, NEVER, OTHER, RUN, SAVE, Event, Trace, TraceOp
 
 
 def rescaled(trace: Trace, sizes: Sequence[int]) -> Trace:
@@ -22,11 +22,16 @@ def rescaled(trace: Trace, sizes: Sequence[int]) -> Trace:
     """
     factors = [s / op.size if s > 0 and op.size > 0 else 1.0 for op, s in zip(trace.ops, sizes, strict=True)]
     ops = [
-        replace(op, seconds=op.seconds * f, scratch=round(op.scratch * f), size=size)
+        replace(op, seconds=op.seconds * f, scratch=round(op.scratch * f), state=_state(op, f), size=size)
         for op, f, size in zip(trace.ops, factors, sizes, strict=True)
     ]
     nbytes = [round(b * factors[maker]) for b, maker in zip(trace.nbytes, trace.makers, strict=True)]
     return replace(trace, ops=ops, nbytes=nbytes, events=_rescaled_events(trace, factors))
+
+
+def _state(op: TraceOp, factor: float) -> int:
+    """What a record holds: a generator's state is as large as ever."""
+    return op.state if op.kind == "random" else round(op.state * factor)
 
 
 def _rescaled_events(trace: Trace, factors: Sequence[float]) -> list[Event]:

@@ -50,7 +50,7 @@ class TraceOp:
         droppable: the tape can drop its outputs, and run it again.
         seconds: what it costs to run once more.
         scratch: bytes that it needs while it runs, above its outputs.
-        state: bytes that a record of it holds besides its inputs (a generator's state).
+        state: bytes that a record of it holds besides its inputs (a generator's state, or what is nobody's value).
         size: elements of its first output, to notice another shape.
     """
 

@@ -80,6 +80,7 @@ class Tracer(StepWatch):
         raw = tape.raw[: self.recorder.marks]
         levels, tops, seconds = _between_marks(self.recorder, len(raw))
         _fill_in(trace, raw, levels, tops, tape)
+        tape.burden()
         turn = next((i for i, event in enumerate(raw) if event[0] == NEED), len(raw))
         trace.forward_seconds = seconds[turn] - seconds[0]
         trace.backward_seconds = seconds[-1] - seconds[turn] - _replays(raw, seconds)

@@ -7,8 +7,8 @@ of it, and every op that is replayed is timed a second time, warm.
 What is not dropped (block borders, results of factory functions) is held by recorded ops and by autograd, so that its
 storage lives on; there the end of the program's own tensor tells, for which the tape holds aliases of it instead.
 
-Known weaknesses: results of ops without gradient mode, those of collectives excepted, are no values, so other plans are
-taken to hold what this one's records held; a program that holds nothing but a detached alias of a border seems to have
+Known weaknesses: results of ops without gradient mode are no values (``nobodys.py``), so other plans are taken to hold
+what this one's records held; a program that holds nothing but a detached alias of a border seems to have
 let go of it, or to hold it longer; what ``create_graph=True`` saves inside the step is taken over as it was.
 """
 
@@ -34,6 +34,7 @@ from lightning_remat.engine.rules import Rule, rule_for
 from lightning_remat.engine.spread import local_of, whose
 from lightning_remat.engine.values import Blank, Gathered, Op, Value, least_output
 from lightning_remat.planning.trace import EXIT, FREE, NEED, OTHER, RELEASE, RUN, SAVE, Event, Trace, TraceOp
+from lightning_remat.runtime.nobodys import Nobodys
 
 PROGRAM = 1
 """In a raw FREE event of a value that was kept: the program let go of it. 0: its storage is gone."""
@@ -103,6 +104,7 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         watched: values whose storage we hold, so that its end does not say when the program lets go.
         fills: ops whose output lies in memory that was allocated before.
         open_slots: saved tensors that autograd still holds.
+        nobodys: memory that no value stands for.
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         self.watched: set[int] = set()
         self.fills: set[int] = set()
         self.open_slots: dict[Any, int] = {}
+        self.nobodys = Nobodys()
         self._mark = mark
         self._keeps = keeps
         self._never = never
@@ -163,6 +166,7 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
             rule = rule_for(func)
             out = self.act(action_for(rule, False), func, args, kwargs)
             self._overwritten(rule, args, kwargs, out)
+            self.nobodys.made(_tensors([*args, *kwargs.values()]), _tensors([out]), self._values)
         self.ledger.made(func, out)
         return out
 
@@ -178,6 +182,7 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
             if parameter is not None and parameter.requires_grad and parameter.layout is torch.strided:
                 there = local_of(parameter)
                 self._readers[id(parameter)] = o, there.numel() * there.element_size()
+        self.nobodys.read(o, flat)
         unit = self._cross(flat) if self.units is not None else None
         signature = (func, tuple([(tuple(t.shape), t.dtype) for t in flat]))
         self._signatures.append(signature)
@@ -244,6 +249,7 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         if self._value_of(tensor) is not None:
             return ()
         self.fills.add(o)  # its memory is there already
+        self.nobodys.adopt(o, tensor)
         value = self._new(tensor, o)
         self._watch(tensor, value)
         return (value,)
@@ -384,6 +390,8 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
             self._cross([tensor])
         packed = super().pack(tensor)
         value = self._value_of(tensor)
+        if value is None:
+            self.nobodys.saved(tensor)
         if value is None or packed.__class__ is not tuple:
             return packed
         if packed[0] is tensor and tensor.__class__ is Tensor:  # a subclass has more than its memory
@@ -431,6 +439,7 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         self.observers.clear()
         self._shown.clear()
         self._values.clear()
+        self.nobodys.close()
         self._ties.clear()
         self.open_slots.clear()
         self._last = None
@@ -453,6 +462,12 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         for entry, signature in zip(self.trace.ops, self._signatures, strict=True):
             first, again = self._samples[signature]
             entry.seconds = median(again or first)
+
+    def burden(self) -> None:
+        """Add to ops that this step did not record what their records would hold that is nobody's value."""
+        for o, (op, dropped) in enumerate(zip(self.trace.ops, self.drop(), strict=True)):
+            if op.droppable and not dropped:
+                op.state += self.nobodys.held_by(o)
 
     def drop(self) -> list[bool]:
         """The plan that this step ran under, but for ``kept_values``."""

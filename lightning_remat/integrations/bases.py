@@ -16,6 +16,9 @@ from lightning_remat.errors import ConfigurationError
 NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
 """The two packages that Lightning is published as; their classes are not interchangeable."""
 
+FSDP2 = "fsdp2"
+"""Our name for ``ModelParallelStrategy`` with shards on all devices; by itself that has tensor parallel on all."""
+
 _PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
 
 _OURS = (
@@ -40,6 +43,8 @@ def resolve_base(base: Any, namespace: str) -> tuple[type | None, dict[str, Any]
     """
     if base == "ModelParallelStrategy":  # which Lightning has given no name
         base = strategies_of(namespace).ModelParallelStrategy
+    if base == FSDP2:
+        return strategies_of(namespace).ModelParallelStrategy, {"tensor_parallel_size": 1}
     if isinstance(base, str):
         if base in ("auto", "single_device"):
             return None, {}
@@ -47,7 +52,8 @@ def resolve_base(base: Any, namespace: str) -> tuple[type | None, dict[str, Any]
         if base not in registry:
             names = sorted(n for n, e in registry.items() if _can_be_a_base(e))
             raise ConfigurationError(
-                f"base={base!r} is not a registered strategy; supported are auto, {', '.join(names)}."
+                f"base={base!r} is not a registered strategy; supported are auto, {FSDP2}, ModelParallelStrategy, "
+                f"{', '.join(names)}."
             )
         base_class, preset = registry[base]["strategy"], dict(registry[base]["init_params"])
     elif isinstance(base, type):

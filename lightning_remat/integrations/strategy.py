@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_remat.errors import ConfigurationError
-from lightning_remat.integrations.bases import NAMESPACES, Recomputing, check_options, resolve_base, strategies_of
+from lightning_remat.integrations.bases import (
+    FSDP2,
+    NAMESPACES,
+    Recomputing,
+    check_options,
+    resolve_base,
+    strategies_of,
+)
 from lightning_remat.integrations.checkpoints import is_fitting, load_state, with_state
 from lightning_remat.integrations.deepspeed import check_deepspeed, check_options_of_deepspeed, is_deepspeed
 from lightning_remat.integrations.fabric import refuse, register_refusals
@@ -87,6 +94,7 @@ class RematStrategy(Recomputing, _Base):
             # The class that has the base's class among its own. Not by __new__, whose signature would hide this one
             # from LightningCLI.
             self.__class__ = strategy_class(base_class or _placeholder(_namespace))
+        self._over_all_devices = base == FSDP2
         options = {**preset, **base_options}
         check_options(base, [base_class] if base_class is not None else _candidates(base, _namespace), options)
         self.remat = Remat(
@@ -117,6 +125,14 @@ class RematStrategy(Recomputing, _Base):
             super().__init__(**options)
             if is_deepspeed(self):
                 check_deepspeed(self.config)  # type: ignore[attr-defined]  # of DeepSpeedStrategy
+
+    def setup_environment(self) -> None:
+        """Where ``base="fsdp2"`` was given no size, shards are spread over all devices that tensor parallel leaves."""
+        if self._over_all_devices:
+            base: Any = self  # a ModelParallelStrategy
+            if base._data_parallel_size == "auto":
+                base._data_parallel_size = base.num_nodes * base.num_processes // int(base._tensor_parallel_size)
+        super().setup_environment()
 
     def setup(self, trainer: Any) -> None:
         """Find the model's blocks and check the options against it, before anything else happens."""
@@ -279,7 +295,7 @@ def _settle(strategy: Any) -> None:
     check_options(base, [base_class], options)
     strategy.__dict__.clear()
     strategy.__class__ = strategy_class(base_class)
-    for name in ("remat", "_guard", "_parting", "_agreement"):
+    for name in ("remat", "_guard", "_parting", "_agreement", "_over_all_devices"):
         setattr(strategy, name, given[name])
     base_class.__init__(strategy, **options)  # type: ignore[misc]  # of the class that it has just become
     for name in ("_accelerator", "_precision_plugin", "_checkpoint_io"):
@@ -301,7 +317,7 @@ def _is_interactive(namespace: str) -> bool:
 
 def register() -> None:
     """Make ``"remat"`` and the others known to every Lightning package that is installed; safe to repeat."""
-    names = {"remat": "auto", "remat_ddp": "ddp", "remat_fsdp": "fsdp", "remat_fsdp2": "ModelParallelStrategy"}
+    names = {"remat": "auto", "remat_ddp": "ddp", "remat_fsdp": "fsdp", "remat_fsdp2": FSDP2}
     register_refusals({name: f"recomputation around {base!r}" for name, base in names.items()}, RematStrategy)
     for namespace in NAMESPACES:
         try:

@@ -54,10 +54,18 @@ class Binding:
         else:
             parts = [self._part(policy, find_blocks(root) or (find_units(root) if not policy.everywhere else []))]
         if policy.needs_blocks and not any(part.named for part in parts):
+            compiled = [name for name, module in root.named_modules() if name and is_compiled(module)]
+            shown = ", ".join(compiled[:3]) + (", ..." if len(compiled) > 3 else "")
+            why = (
+                f"what is compiled ({shown}) is no block, since its compiler decides what it keeps; compile parts of "
+                "blocks, or use policy='auto' with compiled='budget'. "
+                if compiled
+                else "no submodules repeat, and none has parts of its own. "
+            )
             raise ConfigurationError(
-                f"policy={policy.name!r} works on blocks, and none were found in {type(root).__name__}: no submodules "
-                "repeat, and none has parts of its own. Name them with blocks= (a class, a name pattern or a list), or "
-                f"use policy='selective', which needs none; {there(root)}"
+                f"policy={policy.name!r} works on blocks, and none were found in {type(root).__name__}: {why}Name them "
+                "with blocks= (a class, a name pattern or a list), or use policy='selective', which needs none; "
+                f"{there(root)}"
             )
         self.roots = [root]
         self.bound = self.final = True

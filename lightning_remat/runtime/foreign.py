@@ -44,7 +44,8 @@ def _foreign(module: nn.Module) -> tuple[str, str] | None:
         return (
             "gradient_checkpointing=True",
             "call model.gradient_checkpointing_disable(), which newer releases of transformers call "
-            "activation_checkpointing_disable()",
+            "activation_checkpointing_disable(); under its Trainer, leave gradient_checkpointing= and "
+            "activation_checkpointing= out of TrainingArguments",
         )
     if getattr(module, "grad_checkpointing", False) is True:
         return "grad_checkpointing=True", "call model.set_grad_checkpointing(False)"

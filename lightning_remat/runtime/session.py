@@ -298,6 +298,10 @@ class Remat(Stepping):
             )
         if self._ledger is None and self._counters.steps:
             return report_table(self.summary, self.blocks, None, "nothing is listed under a plan file, or 'none'")
+        if self._policy.off:
+            return report_table(
+                self.summary, self.blocks, None, "policy 'none' records nothing; measure_peak measures it"
+            )
         return report_table(self.summary, self.blocks, self._ledger)
 
     @property

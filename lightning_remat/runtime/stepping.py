@@ -484,15 +484,15 @@ class Stepping:
                 self._binding.regions.discard()
                 self._binding = self._new_binding(self._policy)
             return
-        if any(part.expected and part.calls for part in parts):
+        if any(part.expected and part.calls for part in parts) and (self._steps > 1 or self._recorded):
             return
         if self._steps > 1 and not self._binding.bound and any(part.named for part in parts):
             self._begin_anew(self._new_binding(self._policy))  # another model than before: meet it in the next step
         elif self._steps == 1 and (self._policy.needs_blocks or self._policy.parts):
             warnings.warn(
                 f"policy={self._policy.name!r} works on blocks, and the first step ran none that could be watched "
-                "(what is compiled or scripted cannot): everything was kept. Name others with blocks=, or use "
-                "policy='selective'.",
+                "(what is compiled, scripted, or checkpointed by itself cannot): everything was kept. Name others with "
+                "blocks=, or use policy='selective'.",
                 stacklevel=3,
             )
 

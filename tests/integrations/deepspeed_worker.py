@@ -110,6 +110,7 @@ def train(strategy: Any, module: nn.Module) -> dict[str, Any]:
         use_distributed_sampler=False,
         accumulate_grad_batches=2,
         gradient_clip_val=0.5,
+        default_root_dir=sys.argv[1],
     )
     trainer.fit(module, Data())
     weights = {name: p.detach().clone() for name, p in module.named_parameters()}

@@ -37,7 +37,7 @@ def test_a_base_that_does_not_work_is_refused(base: Any, message: str) -> None:
 def test_the_error_for_an_unknown_base_lists_what_works() -> None:
     with pytest.raises(ConfigurationError) as caught:
         RematStrategy(base="ddpp")
-    assert "auto, ddp, " in str(caught.value)
+    assert "auto, fsdp2, ModelParallelStrategy, ddp, " in str(caught.value)
     assert "remat" not in str(caught.value).replace("base='ddpp'", "")
     assert "deepspeed_stage_2" in str(caught.value)
     assert "deepspeed_stage_3" not in str(caught.value)
@@ -205,3 +205,33 @@ def test_hugging_face_checkpointing_is_refused_with_its_switch() -> None:
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     with pytest.raises(ConfigurationError, match=r"net already recomputes.*gradient_checkpointing_disable\(\)"):
         trainer_for("remat").fit(Lit(model, regression), regression_data())
+
+
+class Compiled(Lit):
+    """All its blocks are compiled."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity(), regression)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3))
+        self.head = nn.Linear(8, 1)
+        for block in self.blocks:
+            block.compile(backend="aot_eager")
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        x, y = batch
+        for block in self.blocks:
+            x = block(x)
+        return (self.head(x) - y).square().mean()
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor:UserWarning"
+)  # Dynamo looks at .grad of what it wraps
+def test_blocks_that_are_compiled() -> None:
+    """None are found, and the reason is given; where they are named, it is said that nothing was dropped."""
+    with pytest.raises(
+        ConfigurationError, match=r"none were found in Compiled: what is compiled \(blocks\.0, .*budget'"
+    ):
+        trainer_for(RematStrategy(policy="full")).fit(Compiled(), regression_data())
+    with pytest.warns(UserWarning, match="ran none that could be watched"):
+        trainer_for(RematStrategy(policy="full", blocks="blocks.*")).fit(Compiled(), regression_data())

@@ -8,7 +8,9 @@ Two things differ, and both change bits or lose an error:
   conjugation and the one of autocast. A kernel that calls ``x.mH`` and multiplies the result, as complex
   ``linalg.pinv`` does, then reads numbers that were never conjugated; one that leaves a product to autocast, as
   ``bilinear`` does, gets another dtype. A third one counts changes: ``_foreach_mul_`` leaves that to the ops it calls,
-  and nobody would notice that a saved tensor was changed. Such ops are called with those keys back in force.
+  and nobody would notice that a saved tensor was changed. Such ops are called with those keys back in force. So is
+  every op of another library, since nobody knows what its kernel calls; where that has no kernel for autograd, PyTorch
+  differentiates what it calls, for which autograd's keys are put back as well.
 """
 
 from __future__ import annotations
@@ -29,6 +31,9 @@ _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
 _LAZY_BITS = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor)
 _VERSIONS = torch._C.DispatchKey.ADInplaceOrView  # bumps version counters
+_AUTOGRAD = tuple(
+    getattr(torch._C.DispatchKey, name) for name in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor")
+)
 _AUTOCAST = tuple(key for name, key in torch._C.DispatchKey.__members__.items() if name.startswith("Autocast"))
 
 # Ops that leave a product inside them to autocast, and for each the composite op that calls it. Where that one has an
@@ -176,6 +181,18 @@ def call_as_plain(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, bo
     # An op with an autocast kernel of its own switches autocast off for what it calls.
     autocast = [key for key in autocast if caller is not None and not _has_kernel(caller, key.name)]
     return _with_keys([*keys, *autocast], func, args, kwargs), bool(autocast)
+
+
+def call_foreign(func: Any, args: Any, kwargs: dict[str, Any], bare: bool) -> Any:
+    """Call an op of another library, whose kernel may call anything, with the keys that it finds without a mode.
+
+    Where it is ``bare``, without a kernel for autograd, autograd follows the ops that its kernel calls.
+    """
+    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]  # private to torch
+        # A kernel for autograd has excluded autograd's own keys by the time it calls the op; the snapshot is older.
+        autograd = _AUTOGRAD if bare else ()
+        keys = [key for key in (*_LAZY_BITS, _VERSIONS, *_AUTOCAST, *autograd) if not _excluded(key)]
+    return _with_keys(keys, func, args, kwargs)
 
 
 def replay_as_plain(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -150,6 +150,7 @@ class Rule:
         in_place: it writes its first argument and nothing else, and may be run again.
         foreign: it comes from another library, whose schema is held against what it does; see
             :mod:`~lightning_remat.engine.untold`.
+        bare: such an op without a kernel for autograd, which then follows the ops that its kernel calls.
         moves: it only changes how the argument shows its storage (``unsqueeze_``, ``t_``); no byte is written.
         hidden: positions of running statistics that the op updates on the side.
         training: position of the flag that says whether it updates them; None if it always does.
@@ -173,12 +174,23 @@ class Rule:
     in_place: bool = False
     draws: bool = False
     foreign: bool = False
+    bare: bool = False
 
     @property
     def random(self) -> bool:
         """Whether running it draws from a generator."""
         return self.kind == "random" or self.dropout is not None
 
+
+_AUTOGRAD = (
+    "Autograd",
+    "AutogradOther",
+    "AutogradCPU",
+    "AutogradCUDA",
+    "AutogradMPS",
+    "AutogradXPU",
+    "AutogradPrivateUse1",
+)
 
 # By identity: overloads live for ever, and hashing one is a Python call. The entry holds on to its overload too.
 _rules: dict[int, tuple[Rule, Any]] = {}
@@ -211,7 +223,13 @@ def _make_rule(func: Any) -> Rule:
     hidden = _HIDDEN_WRITES.get(base, ())
     if hidden and base.endswith("batch_norm_legit") and func._overloadname == "no_stats":
         hidden = ()
+    if base.startswith("c10d::") and base.endswith("_"):
+        writes = [0]  # of which the schemas of torch.distributed's own do not tell
     form = _form(func, base, bool(writes) and not hidden)
+    foreign = _is_foreign(base, name)
+    bare = foreign and not _has_autograd(func)
+    if bare and form == "view":
+        form = "pure"  # only so is it called as a foreign one is; whose memory it shows is seen by the storage
     kind = _kind(func, base, form)
     dropout = None
     if torch.Tag.nondeterministic_seeded in func.tags and kind != "fixed":
@@ -236,13 +254,19 @@ def _make_rule(func: Any) -> Rule:
         transfers=base == "aten::_to_copy",
         inner=inner,
         draws=base in FILLS and kind == "random",
-        foreign=form in ("pure", "write") and _is_foreign(base, name),
+        foreign=form in ("pure", "write") and foreign,
+        bare=bare,
         in_place=form == "write" and writes == [0] and kind != "fixed" and not moves and not inner,
     )
 
 
 def _is_foreign(base: str, name: str) -> bool:
     return not base.startswith(("aten::", "prims::")) and not name.startswith((*COLLECTIVES, *_TORCHS_OWN))
+
+
+def _has_autograd(func: Any) -> bool:
+    """Whether an op has a kernel of its own for autograd, on any device; else PyTorch's fallback stands in."""
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in _AUTOGRAD)
 
 
 def _counts(func: Any) -> bool:

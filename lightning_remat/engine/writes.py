@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 from weakref import ref as weakref
 
@@ -12,7 +13,7 @@ from lightning_remat.engine.actions import WRITE_ASK, WRITE_KEEP, Ask
 from lightning_remat.engine.aliases import VERSIONED, alias
 from lightning_remat.engine.generators import NoGenerator, RecordedState, state_before
 from lightning_remat.engine.leaving import Leaving, part_from
-from lightning_remat.engine.plain import call_as_plain
+from lightning_remat.engine.plain import call_as_plain, call_foreign
 from lightning_remat.engine.rules import Rule, rule_for
 from lightning_remat.engine.sources import is_drawn
 from lightning_remat.engine.store import Unrecordable
@@ -80,8 +81,7 @@ class Writes(Leaving):
         targets: list[Tensor] = []
         for w in rule.writes:
             written = kwargs.get(w) if isinstance(w, str) else args[w] if w < len(args) else None
-            some = written if isinstance(written, (list, tuple)) else (written,)
-            targets += [t for t in some if isinstance(t, Tensor)]
+            targets += _tensors_in(written)
         overwritten = [v for v in map(self._before_write, targets) if v is not None]
         if rule.foreign:
             out = self._held_to_schema(func, rule, args, kwargs)
@@ -103,7 +103,7 @@ class Writes(Leaving):
         if seen is not None:
             for _, tensor, _ in seen.copies:
                 part_from(self.dropped.get(weakref(tensor.untyped_storage())), tensor.untyped_storage())
-        out = call_as_plain(func, args, kwargs)[0] if rule.inner else func(*args, **kwargs)
+        out = call_foreign(func, args, kwargs, rule.bare)
         if seen is None:
             return out
         written = [found for found in seen.written() if found[0] not in rule.writes]
@@ -262,6 +262,15 @@ def _counts_with(tensor: Tensor, other: Tensor | None) -> bool:
     shared = other._version != version
     torch._C._autograd._unsafe_set_version_counter((tensor,), (before,))
     return shared
+
+
+def _tensors_in(written: Any) -> Iterator[Tensor]:
+    """The tensors of an argument: one, a list, or lists of lists, as ``all_gather`` takes them."""
+    if isinstance(written, Tensor):
+        yield written
+    elif isinstance(written, (list, tuple)):
+        for some in written:
+            yield from _tensors_in(some)
 
 
 def _mark_stale(value: Value) -> None:

@@ -18,7 +18,7 @@ NOT_TWICE = (
 )
 """Why a step under it cannot be run again."""
 
-_OFFLOADS = ("offload_optimizer", "offload_param")
+_OFFLOADS = ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_params")  # the last two are older names
 
 
 def is_deepspeed(strategy: Any) -> bool:
@@ -60,7 +60,10 @@ def check_deepspeed(config: Any) -> None:
             "PyTorch shards (base='fsdp' or base='ModelParallelStrategy')."
         )
     for name in _OFFLOADS:
-        if zero.get(name):
+        given = zero.get(name)
+        if isinstance(given, Mapping) and given.get("device") in (None, "none"):
+            continue  # DeepSpeed's way to say that nothing leaves
+        if given:
             raise ConfigurationError(
                 f"DeepSpeed with {name}={zero[name]!r} is not supported (yet): it was never run with recomputation. "
                 "Leave it out: base='deepspeed_stage_2' with a budget= or policy='full' saves memory on the device too."

@@ -66,9 +66,11 @@ def test_a_config_of_deepspeed_is_looked_into() -> None:
     """As Lightning hands it to DeepSpeed."""
     check_deepspeed({"zero_optimization": {"stage": 2, "offload_optimizer": None}, "activation_checkpointing": {}})
     check_deepspeed({})
+    check_deepspeed({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}}})
     for config, message in (
         ({"zero_optimization": {"stage": 3}}, "stage=3"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, "offload_optimizer=.*cpu"),
+        ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, "cpu_offload=True"),
         ({"activation_checkpointing": {"cpu_checkpointing": True}}, "activation_checkpointing=.*recomputes already"),
     ):
         with pytest.raises(ConfigurationError, match=message):

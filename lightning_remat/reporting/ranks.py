@@ -43,7 +43,7 @@ def ranks_in_words(ranks: Sequence[RankFigures]) -> str:
         >>> first = RankFigures(rank=0, dropped=3, predicted_peak_bytes=2048, **one)
         >>> second = RankFigures(rank=1, dropped=3, predicted_peak_bytes=3072, **one)
         >>> ranks_in_words([first, second])
-        '2 ranks, one plan: predicted peak 2.00 to 3.00 KiB (most on rank 1), 3 ops and 1.0 ms a step run again'
+        '2 ranks, one plan: predicted peak 2.0 to 3.0 KiB (most on rank 1), 3 ops and 1.0 ms a step run again'
     """
     if len(ranks) < 2:
         return ""

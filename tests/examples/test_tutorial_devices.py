@@ -23,7 +23,7 @@ def test_tutorial_devices(tmp_path: Path) -> None:
     assert "with recomputation of 0 ops" not in printed["Sharded parameters"]
 
     refused = " ".join(printed["Refused"].split())
-    assert "base='deepspeed_stage_2' is not supported (yet)" in refused
+    assert "DeepSpeed with stage=3 is not supported" in refused
     assert "use base='auto', 'ddp' or 'fsdp'" in refused
     assert "offload='disk': parameters of Sharded are sharded" in refused
     late = " ".join(printed["Too late"].split())

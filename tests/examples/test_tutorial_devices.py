@@ -24,7 +24,7 @@ def test_tutorial_devices(tmp_path: Path) -> None:
 
     refused = " ".join(printed["Refused"].split())
     assert "DeepSpeed with stage=3 is not supported" in refused
-    assert "use base='auto', 'ddp' or 'fsdp'" in refused
+    assert "Use base='deepspeed_stage_2'" in refused
     assert "offload='disk': parameters of Sharded are sharded" in refused
     late = " ".join(printed["Too late"].split())
     assert "process 1: NoMemoryLeft: Out of memory in a training step, which cannot be run again" in late

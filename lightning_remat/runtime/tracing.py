@@ -14,15 +14,17 @@ let go of it, or to hold it longer; what ``create_graph=True`` saves inside the 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Set
 from statistics import median
+from threading import get_ident
 from time import perf_counter
 from typing import Any
 from weakref import ref as weakref
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
 from torch.nn.parameter import Parameter
 
 from lightning_remat.engine.actions import COUNT, ActionTable, counted
@@ -125,6 +127,8 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         self.open_slots: dict[Any, int] = {}
         self.nobodys = Nobodys()
         self._mark = mark
+        self._thread = get_ident()
+        self._elsewhere: deque[Event] = deque()
         self._keeps = keeps
         self._never = never
         self._table = ActionTable(counted)
@@ -143,6 +147,14 @@ class TracingTape(LedgerTape):  # type: ignore[no-untyped-call]  # torch's __ini
         self._wait: Callable[[], None] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
 
     def _event(self, kind: int, a: int = 0, b: int = 0) -> None:
+        if get_ident() != self._thread and not _profiler_enabled():
+            # A thread of gloo's was the last to hold a buffer. The profiler, which follows the step, would miss the
+            # mark, and with it the whole trace.
+            self._elsewhere.append((kind, a, b))
+            return
+        while self._elsewhere:
+            self._mark()
+            self.raw.append(self._elsewhere.popleft())
         self._mark()
         self.raw.append((kind, a, b))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning_remat import sizes
 from lightning_remat.engine import (
+    aliases,
     eviction,
     generators,
     leaving,
@@ -16,7 +17,9 @@ from lightning_remat.engine import (
     replay,
     rescue,
     rules,
+    sharded,
     sources,
+    spread,
     store,
     tape,
     transforms,
@@ -42,13 +45,14 @@ from lightning_remat.engine.offload import (
     transfer,
 )
 from lightning_remat.engine.opaque import hide_from_compiler
-from lightning_remat.runtime import compiled, measuring, memory, saying, static, tracer, tracing
+from lightning_remat.runtime import compiled, measuring, memory, nobodys, saying, static, tracer, tracing
 from lightning_remat.runtime.tuning import choosing, fallback, from_file, known, pilot, relief, resting
 
 
 def hide_from_the_compiler() -> None:
     """Mark all code that may run inside of what is compiled: dispatch, hooks, and what they call."""
     hide_from_compiler(
+        aliases,
         eviction,
         lineage,
         generators,
@@ -61,7 +65,9 @@ def hide_from_the_compiler() -> None:
         replay,
         rescue,
         rules,
+        sharded,
         sources,
+        spread,
         store,
         tape,
         transforms,
@@ -97,6 +103,7 @@ def hide_from_the_compiler() -> None:
         known,
         measuring,
         memory,
+        nobodys,
         pilot,
         relief,
         resting,

@@ -105,7 +105,8 @@ _ABOVE = (
     "Python",
     "Tracer",
 )
-_TORCHS_OWN = frozenset({"aten._foreach_mm.default", "aten.linalg_lu_solve.out"})
+# Registered by PyTorch itself when it is imported: pure, so that they may be repeated like those in C++.
+_BY_TORCH_ITSELF = frozenset({"aten._foreach_mm.default", "aten.linalg_lu_solve.out"})
 _known: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())  # all that was registered; what matters
 
 
@@ -119,5 +120,5 @@ def replaced() -> frozenset[str]:
             library, name, key = entry.split("/", 2)
             if library == "aten" and not key.startswith(_ABOVE):
                 names.add(f"aten.{name}" if "." in name else f"aten.{name}.default")
-        _known = (frozenset(registered), frozenset(names - _TORCHS_OWN))
+        _known = (frozenset(registered), frozenset(names - _BY_TORCH_ITSELF))
     return _known[1]

@@ -133,6 +133,4 @@ def _run(path: Path, job: Callable[[], Any], naturally: bool) -> None:
     part.replace(path)
     if naturally:
         raise SystemExit(1)
-    os._exit(
-        0
-    )  # the way a process ends when an error ends it: without waiting for the others, or the parent's handlers
+    os._exit(0)  # as an error ends a process: without waiting for the others, or for the parent's handlers

@@ -213,6 +213,19 @@ def fails(module: type[Sharding], fsdp1: dict[str, Any] | None = None, **options
     return "nothing"
 
 
+def same_as_plainly(results: dict[str, dict[str, Any]], scenario: Scenario) -> None:
+    """Of one rank: no policy makes a difference, all of them were tried, and those that recompute did."""
+    assert results.keys() == scenario.policies.keys()
+    for policy, found in results.items():
+        assert found["difference"] == [], policy
+        assert found["gradients"] >= 4
+        assert found["some"] > 0
+        assert found["different"] == []
+        if policy not in ("auto", "one"):
+            assert found["units"] >= 3
+            assert found["replayed"] > 0
+
+
 def job(folder: Path, names: list[str]) -> dict[str, Any]:
     """All scenarios on one rank."""
     torch.set_num_threads(1)

@@ -1,20 +1,17 @@
 """DeepSpeed's stages 1 and 2 under recomputation, two processes: bit for bit what they give by themselves."""
 
-import json
 from pathlib import Path
 
-from tests.helpers.forks import run_module
+from tests.helpers.forks import run_ranks
 from tests.helpers.runif import RunIf
 
 
 @RunIf(package="deepspeed")
 def test_each_stage_gives_what_it_gives_by_itself(tmp_path: Path) -> None:
     """Losses, weights and random streams on each rank; and a step that runs out of memory is not run again."""
-    run_module("tests.integrations.deepspeed_worker", str(tmp_path))
-    ranks = json.loads((tmp_path / "results.json").read_text())
+    ranks = run_ranks("tests.integrations.deepspeed_worker", tmp_path, seconds=400)
     assert len(ranks) == 2
     for found in ranks:
-        assert "error" not in found, found["error"]
         failed = found.pop("failed")
         assert "cannot be run again" in failed
         assert "DeepSpeed's engine" in failed

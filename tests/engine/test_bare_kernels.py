@@ -99,7 +99,7 @@ def test_autograd_follows_what_a_kernel_without_autograd_calls(name: str, ops: A
     every_way(step)
 
 
-@pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered:UserWarning")  # likewise
 @pytest.mark.parametrize("bare", [False, True], ids=["with autograd", "without"])
 def test_autocast_holds_inside(bare: bool, ops: Any) -> None:
     def step(net: nn.Module) -> Tensor:

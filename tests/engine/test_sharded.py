@@ -64,6 +64,7 @@ def fsdp1() -> nn.Module:
     torch.manual_seed(1)
     net = Net()
     with warnings.catch_warnings():
+        # One way of sharding among those that there are, as long as PyTorch has it.
         warnings.filterwarnings("ignore", "The `NO_SHARD` sharding strategy is deprecated", FutureWarning)
         for i, layer in enumerate(net.layers):
             net.layers[i] = FullyShardedDataParallel(layer, device_id=torch.device("cpu"), **options)

@@ -189,6 +189,7 @@ def compare(scenario: Scenario) -> dict[str, Any]:
 def job() -> dict[str, Any]:
     """All scenarios on one rank."""
     torch.set_num_threads(1)
+    # A budget that nothing fits, on purpose.
     warnings.filterwarnings("ignore", message=".*is not feasible|.*no plan was measured to fit")
     found = {name: compare(scenario) for name, scenario in SCENARIOS.items() if name in NAMES or not NAMES}
     distributed.destroy_process_group()

@@ -227,6 +227,7 @@ def test_graph_breaks_and_shapes_are_not_compiled_for_ever() -> None:
     remat.bind(model)
     compiled: list[int] = []
     with warnings.catch_warnings():
+        # A budget that nothing fits, on purpose.
         warnings.filterwarnings("ignore", message=".*no plan was measured to fit|.*budget=")
         for i in range(30):
             with remat:
@@ -245,7 +246,7 @@ def test_graph_breaks_and_shapes_are_not_compiled_for_ever() -> None:
 
 
 @QUIET
-@pytest.mark.filterwarnings("ignore:.*no plan was measured to fit|.*budget=")
+@pytest.mark.filterwarnings("ignore:.*no plan was measured to fit|.*budget=")  # on purpose
 def test_out_of_memory_and_a_run_that_is_resumed() -> None:
     """Regions are held to less once plans can do no more; the next run begins there and compiles for that only."""
 
@@ -346,6 +347,7 @@ def test_lightning_with_a_compiled_block() -> None:
     plain = fitted("auto")
     strategy = RematStrategy(budget="200KiB", compiled="budget")
     with warnings.catch_warnings():
+        # A budget that nothing fits, on purpose.
         warnings.filterwarnings("ignore", message=".*no plan was measured to fit|.*budget=")
         got = fitted(strategy)
     for a, b in zip([*plain.losses, *plain.parameters()], [*got.losses, *got.parameters()], strict=True):

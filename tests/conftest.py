@@ -10,6 +10,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, cuBLA
 import hypothesis
 import pytest
 import torch
+from torch import distributed
 from tqdm import tqdm
 
 pytest.register_assert_rewrite("tests.helpers")
@@ -50,6 +51,16 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     torch.set_num_threads(1)
     tqdm.monitor_interval = 0  # progress bars without a thread that outlives them: some tests fork
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    """A process group of one, where what others would have sent is the process's own."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

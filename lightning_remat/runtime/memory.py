@@ -23,11 +23,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch._C._autograd import _profiler_enabled
-from torch._C._profiler import _ExtraFields_Allocation, _ProfilerEvent, _RecordFunctionFast
+from torch._C._profiler import RecordScope, _ExtraFields_Allocation, _ProfilerEvent, _RecordFunctionFast
 from torch.autograd import profiler
 from torch.profiler import ProfilerActivity, profile
 from torch.profiler.profiler import PROFILER_STEP_NAME
@@ -155,7 +156,7 @@ class Recorder:
                 _autograd_profiler.KinetoStepTracker.erase_step_count(PROFILER_STEP_NAME)
             self._before = _allocated_on_cuda(self.device)
             older = torch.empty(1)
-            with _without_profiler_chatter():
+            with _without_profiler_chatter(), _following_calls_only():
                 self._profiler.start()
                 # The allocator warns at the first, and at every thousandth, release of something older than the
                 # profile.
@@ -284,6 +285,23 @@ def _events(events: list[_ProfilerEvent], where: torch.device) -> Iterator[tuple
         elif fields.device.type == where.type and (where.type == "cpu" or fields.device.index == where.index):
             # The events of the CPU's allocator carry an index that means nothing.
             yield event.start_time_ns, fields.ptr, fields.alloc_size, -1
+
+
+@contextmanager
+def _following_calls_only() -> Iterator[None]:
+    """A profile that starts here follows what has begun and ended on one thread, and nothing that is still under way.
+
+    A collective that nobody has waited for yet (of a step that failed, say, or one that the next step waits for) is
+    such a thing: it would note its end in the profile from a thread of its own, into memory that was freed when the
+    profile was ended, and the process would crash. torch counts them as of the user's scope.
+    """
+    enable = _autograd_profiler._enable_profiler
+    scopes = {RecordScope.FUNCTION}  # that of ops, and of our marks; allocations have none
+    _autograd_profiler._enable_profiler = partial(enable, scopes=scopes)
+    try:
+        yield
+    finally:
+        _autograd_profiler._enable_profiler = enable
 
 
 @contextmanager

@@ -5,7 +5,7 @@ In one process, where what others would have sent is the process's own. With sev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,15 +13,6 @@ from torch import Tensor, distributed, nn
 
 from lightning_remat.engine.rules import rule_for
 from tests.helpers.kernels import X, every_way
-
-
-@pytest.fixture
-def one_process() -> Iterator[None]:
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        distributed.destroy_process_group()
 
 
 def _waited(out: Tensor, of: Tensor) -> None:

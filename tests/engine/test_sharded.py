@@ -4,25 +4,17 @@ With several processes: tests/integrations/test_fsdp1.py and test_fsdp2.py.
 """
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 
 from lightning_remat import ConfigurationError, NoMemoryLeft, Offload, Remat, ReplayError
 from tests.helpers.exact import recompute_all
 
-
-@pytest.fixture(autouse=True)
-def one_process() -> Iterator[None]:
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        distributed.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
 class Block(nn.Module):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import distributed
+from torch._C._profiler import _ProfilerEvent
 
-from lightning_remat.runtime.memory import measure_peak
+from lightning_remat.runtime.memory import Recorder, measure_peak
 from tests.helpers import RunIf
 
 KB = 1000
@@ -129,6 +132,39 @@ def test_a_running_profiler_is_not_disturbed() -> None:
         block(1)
 
     assert any(event.name == "aten::empty" for event in profiler.events())
+
+
+def _names(events: list[_ProfilerEvent]) -> Iterator[str]:
+    for event in events:
+        yield event.name
+        yield from _names(event.children)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_collectives_under_way_do_not_write_into_a_profile_that_has_ended() -> None:
+    """Their thread would note their end there, and the process crash now and then: they may not be in it at all."""
+    recorder = Recorder()
+    recorder.start()
+    recorder.mark()
+    work = distributed.all_reduce(torch.ones(4), async_op=True)
+    recorder.stop()
+    work.wait()
+
+    assert recorder.complete
+    names = set(_names(recorder._profiler.profiler.kineto_results.experimental_event_tree()))
+    assert "c10d::allreduce_" in names  # the call, which ended on this thread
+    assert not [name for name in names if name.startswith("gloo")]  # the work, which may not have
+
+
+def test_what_others_profile_afterwards_is_whole() -> None:
+    """Only our own profiles leave out what users name."""
+    measure_peak(lambda: block(1))
+
+    theirs = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    with theirs as profiler, torch.profiler.record_function("mine"):
+        block(1)
+
+    assert any(event.name == "mine" for event in profiler.events())
 
 
 def test_stderr_of_the_code_stays_and_the_profilers_own_lines_do_not(capfd: pytest.CaptureFixture[str]) -> None:

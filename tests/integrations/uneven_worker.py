@@ -19,7 +19,9 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, distributed, nn
 
-from lightning_remat import RematStrategy
+from lightning_remat import Remat, RematStrategy
+from lightning_remat.integrations import sharing
+from lightning_remat.runtime.tuning.pilot import Pilot
 from tests.helpers.exact import recompute_all
 from tests.helpers.ranks import peaks_of, rank, together, world
 from tests.helpers.training import Lit, Net, regression, train
@@ -137,11 +139,19 @@ def compare(scenario: Scenario) -> dict[str, Any]:
         "replayed": ours.replayed_ops,
         "unused": [name for name, p in ours.module.named_parameters() if p.grad is None],
         "ranks": [asdict(figures) for figures in remat.ranks],
+        "wish": wish_of(remat),
         "report": "" if plan is None else str(remat.report()),
         "notes": remat.counters.notes,
         "world": ours.trainer.world_size,
         "peaks": peaks_of(remat),
     }
+
+
+def wish_of(remat: Remat) -> str | None:
+    """The plan that this rank would follow by itself, as the figures of ranks name it."""
+    if not isinstance(remat.pilot, Pilot) or remat.pilot.main is None:
+        return None
+    return sharing._digest(remat.pilot.chooser.wishes[remat.pilot.main.number])
 
 
 def job() -> dict[str, Any]:

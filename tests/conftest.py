@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 # Read by libraries when they are imported, hence before the other imports.
 os.environ["HF_HUB_OFFLINE"] = "1"  # models come from random configs; a test that asks a hub for one must fail
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # its pool of threads would outlive the tests; some of them fork
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, cuBLAS is free to differ from run to run
 
 import hypothesis

@@ -138,5 +138,8 @@ class Spread:
 
     def around(self, local: Tensor) -> Tensor:
         """A DTensor as it was, around its local part."""
+        if local.requires_grad:  # the input of a layer, say, which a DTensor was made of; autograd gives it its history
+            with torch._C._DisableTorchDispatch():
+                local = alias(local)
         tensor: Tensor = self._class(local, self._spec, requires_grad=False)
         return tensor

@@ -123,7 +123,9 @@ class Planner:
             return "no op of it can be planned, as where all is compiled"
         size, op = max(zip(sizes, self.trace.ops, strict=True), key=lambda pair: pair[0])
         where = f" in {op.module}" if op.module else ""
-        return f"the largest single op, {op.name}{where}, takes {format_bytes(size)}"
+        # Hooks that gather parameters begin with a mark for profilers, and what they take follows on it.
+        part = "part, hooks or collectives" if op.name.startswith("profiler.") else f"op, {op.name}"
+        return f"the largest single {part}{where}, takes {format_bytes(size)}"
 
     def judge(self, drop: Sequence[bool]) -> Candidate:
         """A plan with what the simulator says about it; every plan is simulated once."""

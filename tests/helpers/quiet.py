@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,13 +23,15 @@ from torch.futures import Future
 
 @contextmanager
 def quiet_collectives() -> Iterator[None]:
-    """What FSDP gathers and scatters, and the sums of tensor parallel, in this process."""
+    """What FSDP gathers and scatters, and what tensor parallel sums, gathers and scatters, in this process."""
     group: Any = dist.ProcessGroup
     before = {
         name: vars(group)[name] for name in ("all_gather_single", "reduce_scatter_single")
     }  # not bound to the class
     library = torch.library.Library("_c10d_functional", "IMPL")
-    library.impl("all_reduce", _sum, "CPU", allow_override=True)
+    functional = {"all_reduce": _sum, "all_gather_into_tensor": _all_of, "reduce_scatter_tensor": _part_of_sum}
+    for name, function in functional.items():
+        library.impl(name, function, "CPU", allow_override=True)
     group.all_gather_single, group.reduce_scatter_single = _gathering(group.all_gather_single), _scatter
     try:
         yield
@@ -61,6 +64,20 @@ def _sum(given: Tensor, how: str, name: str) -> Tensor:
     there = _copy(given)
     dist.all_reduce(there, group=_resolve_process_group(name))
     return given.clone().copy_(there)
+
+
+def _all_of(given: Tensor, size: int, name: str) -> Tensor:
+    there = torch.from_numpy(np.empty((given.shape[0] * size, *given.shape[1:]), dtype=given.detach().numpy().dtype))
+    dist.all_gather_into_tensor(there, _copy(given), group=_resolve_process_group(name))
+    return given.new_empty(there.shape).copy_(there)
+
+
+def _part_of_sum(given: Tensor, how: str, size: int, name: str) -> Tensor:
+    assert how == "sum"
+    there, group = _copy(given), _resolve_process_group(name)
+    dist.all_reduce(there, group=group)
+    part = there.chunk(size)[group.rank()]
+    return given.new_empty(part.shape).copy_(part)
 
 
 def _done() -> Any:

@@ -45,10 +45,10 @@ def test_memory_falls(results: Results, name: str) -> None:
         assert ours < SCENARIOS[name].less * plain
 
 
-def test_the_peak_is_about_the_predicted_one(results: Results) -> None:
-    """Communication holds copies on threads of its own, for longer in one step than in another, and these are small."""
+def test_the_peak_is_the_predicted_one(results: Results) -> None:
+    """What gloo's threads hold left out, which is more in one step than in another."""
     for rank in results:
-        assert rank["budget"]["peaks"][1] == pytest.approx(rank["budget"]["predicted"], rel=0.1)
+        assert rank["budget"]["peaks"][1] == rank["budget"]["predicted"]
 
 
 def test_verification_finds_nothing(results: Results) -> None:

@@ -160,7 +160,7 @@ SCENARIOS = {
     "columns and rows, everything": under(recompute_all, **ROWS),
     "loss parallel, everything": under(recompute_all, **LOSSES),
     "in place, selective": under("selective", None, **IN_PLACE),
-    "in place, everything": under(recompute_all, **IN_PLACE),
+    "in place, everything": under(recompute_all, quiet=True, **IN_PLACE),
     "verified": Scenario(remat=lambda: Remat("selective", verify=True)),
     "offloaded": Scenario(remat=lambda: Remat("offload_only", offload=EVERYTHING), replays=False),
     "offloaded and dropped": Scenario(remat=lambda: Remat(recompute_all, offload=EVERYTHING)),

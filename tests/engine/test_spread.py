@@ -40,7 +40,7 @@ def gradients(remat: Remat | None) -> list[Tensor]:
             loss = net(x).square().mean()
         loss.backward()
         remat.close()
-    return [p.grad.to_local() for p in net.parameters()]  # type: ignore[union-attr]  # DTensors
+    return [p.grad.to_local() for p in net.parameters()]
 
 
 @pytest.mark.usefixtures("every_warning")
